@@ -102,7 +102,8 @@ def test_what_is_under_way_ends_first(views: bool) -> None:
         assert withdrawn.is_success()
         assert {type(work.exception()) for work in works} <= {TransferCancelled, type(None)}
         poison(p, [1, 2])
-        assert world.run(lambda: p.granted("r", "d") == 0, limit=SOON)  # else it might be granted no pages
+        # Without its grant it might be granted no pages.
+        assert world.run(lambda p=p: p.granted("r", "d") == 0, limit=SOON)
         with pytest.raises(ProtocolError, match=r"layer 0 page 0|nothing was sent"):
             p.finish("r", "d")  # everything is to be sent again
         finish(world, "d", received, [5, 6])

@@ -79,7 +79,7 @@ class Apart:
             num_tokens=pages * TOKENS,
             page_size=TOKENS,
             leader=ALONE,
-            writers=[(0, LAYERS, TOKENS)],
+            writers=[(0, LAYERS, 0, TOKENS)],
             network=True,
             staged=None if ids is None else {0: self.pieces},
             pages=ids,

@@ -26,7 +26,7 @@ from torchkv.core.loop.state.world import word_at
 from torchkv.core.news import News
 from torchkv.core.operations import Operations
 from torchkv.core.peers import LoopPeers, NetworkLane
-from torchkv.core.receives import Receives, Source
+from torchkv.core.receives import Receives, Source, with_slot
 from torchkv.core.runner import Runner
 from torchkv.core.way import Way
 from torchkv.host.jit import at_register
@@ -36,8 +36,8 @@ __all__ = ["Core"]
 _SEND, _OP = (list(record.__annotations__) for record in (Send, Op))
 _NBYTES, _RUNS, _POSTED, _SPARED = (_OP.index(name) for name in ("nbytes", "runs", "posted", "spared"))
 _MOVED, _GATED, _SEND_NETWORK, _PROMISE = (_SEND.index(name) for name in ("moved", "gated", "network", "promise"))
-_PEER_FLOW, _GENERATION, _PREFIX, _GRANTED, _DST_PAGE = (
-    _SEND.index(name) for name in ("peer_flow", "generation", "prefix", "granted", "dst_page")
+_PEER_FLOW, _GENERATION, _PREFIX, _GRANTED, _DST_PAGE, _MAX_SLOT = (
+    _SEND.index(name) for name in ("peer_flow", "generation", "prefix", "granted", "dst_page", "max_slot")
 )
 _COMMAND_TAIL, _COMMAND_HEAD, _NETWORK, _DRIVING, _BROKEN = (
     word_at(name) // 8 for name in ("command_tail", "command_head", "network", "driving", "broken")
@@ -93,10 +93,12 @@ class Core:
         *,
         geometry: Int64Array,
         kernels: Int64Array | None = None,
+        state_kernels: Int64Array | None = None,
         packs: Int64Array | None = None,
         src_page: int,
         dst_page: int,
         max_page: int,
+        max_slot: int = 0,
         network: bool = False,
         staged: bool = False,
         keep: Any = None,
@@ -107,10 +109,12 @@ class Core:
             self._slots[rank],
             geometry,
             kernels,
+            state_kernels,
             packs,
             src_page=src_page,
             dst_page=dst_page,
             max_page=max_page,
+            max_slot=max_slot,
             network=network,
             staged=staged,
             keep=keep,
@@ -122,19 +126,27 @@ class Core:
             self.device.retire(way, int(self._memory[0]["posted"]))
 
     def open_send(
-        self, way: Way, *, peer_flow: int, generation: int, pages: Int64Array, serial: int = 0, begun: int = 0
+        self,
+        way: Way,
+        *,
+        peer_flow: int,
+        generation: int,
+        pages: Int64Array,
+        slot: int | None = None,
+        serial: int = 0,
+        begun: int = 0,
     ) -> int | None:
-        """A flow for a request that is bound to a grant of ``pages``; None if all are in use.
+        """A flow for a request that is bound to a grant of ``pages``, and of a state slot; None if all are in use.
 
         If kernels copy the pages, there are `MAX_GRANTED` at most. serial, begun: see `Send`.
         """
         if not self._free_sends:
             return None
         flow = self._free_sends.pop()
-        pages = np.ascontiguousarray(pages, dtype=np.int64)
-        self._kept_sends[flow] = [way, pages]
+        ids = with_slot(pages, slot if way.has_state else None)
+        self._kept_sends[flow] = [way, ids]
         network = self._network(way)
-        posting.open_send(self._address, flow, way.address, network, serial, begun, peer_flow, generation, pages)
+        posting.open_send(self._address, flow, way.address, network, serial, begun, peer_flow, generation, ids)
         return flow
 
     def wait_for_grant(
@@ -205,11 +217,12 @@ class Core:
         """Whether `open_send` and `start_op` would find a flow and an index."""
         return bool(self._free_sends and self._free_ops)
 
-    def bound(self, flow: int) -> tuple[int, int, int, Int64Array]:
-        """The receiver's flow, the generation, the prefix and the pages of the grant that a send is bound to."""
-        sends = self._sends
-        pages = self.runner.granted_ids[flow, : sends[flow, _GRANTED] // sends[flow, _DST_PAGE]].copy()
-        return sends[flow, _PEER_FLOW], sends[flow, _GENERATION], sends[flow, _PREFIX], pages
+    def bound(self, flow: int) -> tuple[int, int, int, Int64Array, int | None]:
+        """Of the grant that a send is bound to: the receiver's flow, generation, prefix, pages, and state slot."""
+        sends, ids = self._sends, self.runner.granted_ids
+        count = sends[flow, _GRANTED] // sends[flow, _DST_PAGE]
+        slot = int(ids[flow, count]) if sends[flow, _MAX_SLOT] else None
+        return sends[flow, _PEER_FLOW], sends[flow, _GENERATION], sends[flow, _PREFIX], ids[flow, :count].copy(), slot
 
     def start_op(
         self,
@@ -220,17 +233,18 @@ class Core:
         gate: Gate = NO_GATE,
         verb: int = 0,
         *,
+        of_state: bool = False,
         staged: int = 0,
     ) -> int | None:
         """Copies pages of the layers at ``positions``: an event ends it. Its index, or None if all are in use.
 
-        verb: see `Op`. staged: see `posting.start_op`.
+        verb: see `Op`. of_state, staged: see `posting.start_op`.
         """
         if not self._free_ops:
             return None
         index = self._free_ops.pop()
         self._kept_ops[index] = positions, pages
-        posting.start_op(self._address, index, flow, positions, pages, start, *gate, verb, staged)
+        posting.start_op(self._address, index, flow, int(of_state), positions, pages, start, *gate, verb, staged)
         return index
 
     def start_more(
@@ -367,7 +381,7 @@ def warm_up() -> None:
     verb = way, none[:0], none, none.copy(), 1, 0, NO_GATE, 0
     core.meet(*verb, hashes=(0, 0), writers=0, serial=0, begun=0, prefixed=False)
     core.wait_for_grant(way, hashes=(0, 0), writers=1)
-    core.receives.open(0, generation=0, num_tokens=1, page_size=1, leader=NOBODY, writers=[(0, 1, 1)])
+    core.receives.open(0, generation=0, num_tokens=1, page_size=1, leader=NOBODY, writers=[(0, 1, 0, 1)])
     core.receives.grant(0, b"", (0, 0), none, prefix_tokens=0, writers=0)
     source = Source(slot=0, layers=1, page_size=1, writer_page=1, writers=0, network=False)
     core.receives.post(

@@ -42,12 +42,16 @@ _OF_NETWORK = _PEER[_PEER.index("endpoint") : _OF_STAGES]
 
 @dataclass(slots=True)
 class GrantBody:
-    """A grant as its receiver wrote it; checked is only that the parts lie in their slot. writers: a bit for each."""
+    """A grant as its receiver wrote it; checked is only that the parts lie where they should. writers: a bit for each.
+
+    state_slot: None if none is granted.
+    """
 
     name: bytes
     pages: Int64Array
     prefix_tokens: int
     writers: int
+    state_slot: int | None
 
 
 class NetworkLane:
@@ -227,12 +231,15 @@ class LoopPeers:
             slots = self._granted[rank]
         at = flow * mailbox.GRANT_SLOT
         # Each part is copied once and then looked at, because the peer may change it meanwhile.
-        found, _, _, writers, prefix, count, name_nbytes, _ = _BODY.unpack_from(slots, at)
+        found, _, _, writers, prefix, count, name_nbytes, num_slots = _BODY.unpack_from(slots, at)
         if found != generation or not 0 <= count <= MAX_GRANTED or not 0 <= name_nbytes <= MAX_NAME:
             return None
+        if not 0 <= num_slots <= 1:
+            return None
         name, ids = at + grants.NAME_AT, at + grants.IDS_AT
-        pages = np.frombuffer(bytes(slots[ids : ids + 8 * count]), np.int64)
-        return GrantBody(bytes(slots[name : name + name_nbytes]), pages, prefix, writers)
+        granted = np.frombuffer(bytes(slots[ids : ids + 8 * (count + num_slots)]), np.int64)
+        slot = int(granted[count]) if num_slots else None
+        return GrantBody(bytes(slots[name : name + name_nbytes]), granted[:count], prefix, writers, slot)
 
     def takes_grant(self, rank: int, flow: int, generation: int) -> bool:
         """Whether a grant of ``rank`` that has come in a message is new. Then the loop will not take it, too.

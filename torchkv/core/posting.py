@@ -108,12 +108,16 @@ def open_send(
     generation: int,
     ids: Int64Array,
 ) -> None:
-    """Makes a free flow a send under a grant of the pages ``ids``. way: address of a `Way`. The rest: see `Send`."""
+    """Makes a free flow a send under a grant of the pages ``ids``, and of the slot behind them if it is owed state.
+
+    way: address of a `Way`. The rest: see `Send`.
+    """
     world = world_at(address)
     send = world["sends"][flow]
     _begin(send, way, network, serial, begun)
     send["peer_flow"], send["generation"] = peer_flow, generation
-    send["ids"], send["granted"] = ids.ctypes.data, len(ids) * send["dst_page"]
+    num_pages = len(ids) - (1 if send["max_slot"] > 0 else 0)
+    send["ids"], send["granted"] = ids.ctypes.data, num_pages * send["dst_page"]
     world["network"] += network & 1
     send["state"] = OPEN
 
@@ -172,7 +176,7 @@ def meet(
         return False
     world["network"] += network & 1
     send["state"] = OPEN
-    start_op(address, index, flow, positions, ids, start, gate, gate_stream, gate_number, verb, 0)
+    start_op(address, index, flow, 0, positions, ids, start, gate, gate_stream, gate_number, verb, 0)
     return True
 
 
@@ -180,8 +184,9 @@ def meet(
 def _begin(send: Send, address: int, network: int, serial: int, begun: int) -> None:
     """What is the same for every send that begins. address: of its `Way`."""
     way = way_at(address)
-    send["peer"], send["max_page"], send["geometry"] = way["peer"], way["max_page"], way["geometry"]
-    send["kernels"], send["packs"] = way["kernels"], way["packs"]
+    send["peer"], send["max_page"], send["max_slot"] = way["peer"], way["max_page"], way["max_slot"]
+    send["geometry"], send["packs"] = way["geometry"], way["packs"]
+    send["kernels"], send["state_kernels"] = way["kernels"], way["state_kernels"]
     send["src_page"], send["dst_page"] = way["src_page"], way["dst_page"]
     send["staged"], send["promise"], send["network"] = way["staged"], way["staged"], network
     send["serial"], send["begun"] = serial, begun
@@ -197,6 +202,7 @@ def start_op(
     address: int,
     index: int,
     flow: int,
+    of_state: int,
     positions: Int64Array,
     ids: Int64Array,
     start: int,
@@ -208,12 +214,14 @@ def start_op(
 ) -> None:
     """Has the loop copy the pages ``ids`` of the layers at these positions of the plan. The arrays must stay alive.
 
-    gate, gate_stream, gate_number, verb: see `Op`. staged: 1 if they are staged, although the send may say otherwise; 2
-    if that is also promised: nothing of the send has been, or will be, written in another way.
+    of_state: 1 if the positions are of states, and ``ids`` is the slot. gate, gate_stream, gate_number, verb: see `Op`.
+    staged: 1 if they are staged, although the send may say otherwise; 2 if that is also promised: nothing of the send
+    has been, or will be, written in another way.
     """
     world = world_at(address)
     op = world["ops"][index]
-    op["flow"], op["positions"], op["num_positions"] = flow, positions.ctypes.data, len(positions)
+    op["flow"], op["of_state"] = flow, of_state
+    op["positions"], op["num_positions"] = positions.ctypes.data, len(positions)
     op["ids"], op["count"], op["start"] = ids.ctypes.data, len(ids), start
     op["at"] = op["segment"] = op["ordinal"] = op["told"] = op["group"] = op["nbytes"] = op["runs"] = 0
     op["gate"], op["gate_stream"], op["gate_number"] = gate, gate_stream, gate_number
@@ -244,7 +252,7 @@ def start_more(
     """Copies ``given`` to ``ids``, and starts an op of these pages, unless one is not in [0, num_pages)."""
     if not copy_ids(given, ids, num_pages):
         return False
-    start_op(address, index, flow, positions, ids, start, gate, gate_stream, gate_number, verb, 0)
+    start_op(address, index, flow, 0, positions, ids, start, gate, gate_stream, gate_number, verb, 0)
     return True
 
 
@@ -272,12 +280,12 @@ def open_receive(
     ids: int,
     unpacks: int,
 ) -> None:
-    """Makes a free flow a receive. cover: int64 ``[writers, layers, ...]``. The rest: see `Receive`."""
+    """Makes a free flow a receive. cover: int64 ``[writers, positions, ...]``. The rest: see `Receive`."""
     world = world_at(address)
     receive = world["receives"][flow]
     receive["generation"], receive["num_tokens"], receive["page_size"] = generation, num_tokens, page_size
     receive["leader"], receive["told"] = leader, told
-    receive["layers"], receive["cover"] = cover.shape[1], cover.ctypes.data
+    receive["positions"], receive["cover"] = cover.shape[1], cover.ctypes.data
     receive["num_writers"] = receive["nbytes"] = receive["serial"] = receive["operation"] = 0
     receive["ids"], receive["unpacks"] = ids, unpacks
     receive["pieces"] = receive["unpacking"] = receive["stopped"] = 0
@@ -285,13 +293,22 @@ def open_receive(
 
 @compiled_with_gil
 def add_writer(
-    address: int, flow: int, rank: int, layers: int, page_size: int, geometry: int, kernels: int, last: int
+    address: int,
+    flow: int,
+    rank: int,
+    layers: int,
+    states: int,
+    page_size: int,
+    geometry: int,
+    kernels: int,
+    last: int,
 ) -> None:
     """Adds a writer; with the ``last`` one the receive takes records."""
     world = world_at(address)
     receive = world["receives"][flow]
     writer = receive["writers"][receive["num_writers"]]
-    writer["rank"], writer["layers"], writer["page_size"] = rank, layers, page_size
+    writer["rank"], writer["page_size"] = rank, page_size
+    writer["layers"], writer["states"] = layers, states
     writer["geometry"], writer["kernels"], writer["sealing"], writer["ring_only"] = geometry, kernels, 0, 0
     writer["sealed"], writer["flow"], writer["aux_nbytes"], writer["told"] = -1, 0, 0, 0
     receive["num_writers"] += 1
@@ -310,17 +327,18 @@ def post_grant(
     prefix: int,
     name_nbytes: int,
     ids: Int64Array,
+    num_slots: int,
     serial: int,
 ) -> None:
     """Has the loop tell a receive's writers of its grant, whose body goes to the address ``body``: see `Grant`.
 
-    serial: see `Receive`.
+    num_slots: how many of the ``ids`` are a state slot. serial: see `Receive`.
     """
     world = world_at(address)
     world["receives"][flow]["serial"] = serial
     store(body, 0)  # whoever reads the slot now finds no grant
     fence()
-    words = (hash0, hash1, writers, prefix, len(ids), name_nbytes)
+    words = (hash0, hash1, writers, prefix, len(ids) - num_slots, name_nbytes, num_slots)
     for i in range(len(words)):
         store(body + 8 * (i + 1), words[i])
     copy_bytes(body + IDS_AT, ids.ctypes.data, 8 * len(ids))
@@ -356,8 +374,8 @@ def post_receive(
     """
     unpacks = 1 if geometry != 0 else 0
     open_receive(address, flow, generation, num_tokens, page_size, ALONE, 0, cover, ids.ctypes.data, unpacks)
-    add_writer(address, flow, rank, layers, writer_page, geometry, kernels, 1)
-    post_grant(address, flow, body, hash0, hash1, writers, prefix, name_nbytes, ids, serial)
+    add_writer(address, flow, rank, layers, 0, writer_page, geometry, kernels, 1)
+    post_grant(address, flow, body, hash0, hash1, writers, prefix, name_nbytes, ids, 0, serial)
 
 
 @compiled_with_gil

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from torchkv.core.peers import LoopPeers
     from torchkv.core.runner import Runner
 
-__all__ = ["Pieces", "ReceiveState", "Receives", "Source", "WriterState"]
+__all__ = ["Pieces", "ReceiveState", "Receives", "Source", "WriterState", "with_slot"]
 
 _WRITER = list(Writer.__annotations__)
-_LAYERS, _SEALED, _AUX_NBYTES, _RING_ONLY = (
-    _WRITER.index(name) for name in ("layers", "sealed", "aux_nbytes", "ring_only")
+_LAYERS, _STATES, _SEALED, _AUX_NBYTES, _RING_ONLY = (
+    _WRITER.index(name) for name in ("layers", "states", "sealed", "aux_nbytes", "ring_only")
 )
 _RECEIVED, _NUM_WRITERS, _UNPACKS, _PIECES, _UNPACKING, _WRITERS = (
     receive_word_at(name) for name in ("nbytes", "num_writers", "unpacks", "pieces", "unpacking", "writers")
@@ -34,12 +34,14 @@ _NETWORK, _DRIVING = (word_at(name) // 8 for name in ("network", "driving"))
 
 @dataclass(slots=True)
 class WriterState:
-    """intervals: of tokens that have arrived, per layer that it owes. sealed: pages of its seal; None before it.
+    """intervals: of tokens that have arrived, per layer that it owes. states: of each whose state it owes, whether that
+    has arrived. sealed: pages of its seal; None before it.
 
     ring_only: whether it has promised to write to the staging ring only.
     """
 
     intervals: list[list[tuple[int, int]]]
+    states: list[bool]
     sealed: int | None
     aux: bytes
     ring_only: bool
@@ -82,6 +84,13 @@ class Source:
     pieces: Pieces | None = None
 
 
+def with_slot(pages: Int64Array, slot: int | None) -> Int64Array:
+    """The ids of a grant as the loop reads them: of pages, and behind them the state slot, if one is granted."""
+    if slot is None:
+        return np.ascontiguousarray(pages, dtype=np.int64)
+    return np.append(pages, slot).astype(np.int64, copy=False)
+
+
 class Receives:
     """Under the engine's lock."""
 
@@ -113,19 +122,20 @@ class Receives:
         page_size: int,
         leader: int,
         told: int = 0,
-        writers: list[tuple[int, int, int]],
+        writers: list[tuple[int, int, int, int]],
         network: bool = False,
         staged: Mapping[int, Pieces] | None = None,
         pages: Int64Array | None = None,
     ) -> None:
         """From now on records for ``generation`` are taken. leader, told: see `Receive`, in `core.loop.state.requests`.
 
-        writers: (rank, layers that it owes, its page size). network: whether the transport must be driven to hear some
-        of them. staged: of those that stage, by rank, how their pieces are unpacked into ``pages``.
+        writers: (rank, layers that it owes, layers whose state it owes, its page size). network: whether the transport
+        must be driven to hear some of them. staged: of those that stage, by rank, how their pieces are unpacked into
+        ``pages``.
         """
         assert 0 < len(writers) <= MAX_WRITERS
-        layers = max(count for _, count, _ in writers)
-        cover = np.zeros((len(writers), layers, 1 + 2 * MAX_INTERVALS), dtype=np.int64)
+        positions = max(layers + states for _, layers, states, _ in writers)
+        cover = np.zeros((len(writers), positions, 1 + 2 * MAX_INTERVALS), dtype=np.int64)
         self._kept[flow] = cover
         leader = self._slots[leader] if leader >= 0 else leader
         ids = 0
@@ -135,10 +145,10 @@ class Receives:
             ids = pages.ctypes.data
         what = (generation, num_tokens, page_size, leader, told)
         posting.open_receive(self._address, flow, *what, cover, ids, int(bool(staged)))
-        for number, (rank, count, size) in enumerate(writers):
+        for number, (rank, layers, states, size) in enumerate(writers):
             last = int(number == len(writers) - 1)
             pieces = staged[rank].addresses if staged and rank in staged else (0, 0)
-            posting.add_writer(self._address, flow, self._slots[rank], count, size, *pieces, last)
+            posting.add_writer(self._address, flow, self._slots[rank], layers, states, size, *pieces, last)
         if network:
             self._count_network(flow)
             posting.wake_loop(self._address)
@@ -158,15 +168,16 @@ class Receives:
         *,
         prefix_tokens: int,
         writers: int,
+        slot: int | None = None,
         serial: int = 0,
     ) -> None:
-        """Grants pages to the writers of a receive, and tells the leader. hashes: of the name. serial: see `Receive`.
+        """Grants pages and a state slot to the writers of a receive, and tells the leader. hashes: of the name.
 
-        At most `MAX_GRANTED` pages, and `MAX_NAME` bytes of name.
+        serial: see `Receive`. At most `MAX_GRANTED` pages, and `MAX_NAME` bytes of name.
         """
         body = self._peers.name_grant(flow, name)
-        pages = np.ascontiguousarray(pages, dtype=np.int64)
-        posting.post_grant(self._address, flow, body, *hashes, writers, prefix_tokens, len(name), pages, serial)
+        ids, slots = with_slot(pages, slot), 0 if slot is None else 1
+        posting.post_grant(self._address, flow, body, *hashes, writers, prefix_tokens, len(name), ids, slots, serial)
 
     @property
     def has_room(self) -> bool:
@@ -242,15 +253,19 @@ class Receives:
         for number in range(words[flow, _NUM_WRITERS]):
             at = _WRITERS + number * len(_WRITER)
             intervals: list[list[tuple[int, int]]] = []
+            states: list[bool] = []
             if coverage:
-                for row in self._kept[flow][number, : words[flow, at + _LAYERS]].tolist():
+                layers = words[flow, at + _LAYERS]
+                cover = self._kept[flow][number]
+                for row in cover[:layers].tolist():
                     intervals.append([(row[1 + 2 * i], row[2 + 2 * i]) for i in range(row[0])])
+                states = (cover[layers : layers + words[flow, at + _STATES], 0] > 0).tolist()
             sealed = words[flow, at + _SEALED]
             aux = b""
             if nbytes := words[flow, at + _AUX_NBYTES]:
                 aux = self._memory[0]["receives"][flow]["aux"].tobytes()[number * MAX_AUX :][:nbytes]
             ring_only = words[flow, at + _RING_ONLY] != 0
-            state.writers.append(WriterState(intervals, None if sealed < 0 else sealed, aux, ring_only))
+            state.writers.append(WriterState(intervals, states, None if sealed < 0 else sealed, aux, ring_only))
         return state
 
     def arrived(self, flow: int) -> int:

@@ -20,10 +20,10 @@ from torchkv.core.journal import OPERATION_WORDS
 from torchkv.core.loop import copying, loop
 from torchkv.core.loop.codes import FUTEX_CALL
 from torchkv.core.loop.limits import (
+    GRANTED_IDS,
     MAILBOX_RECORDS,
     MAX_COPIERS,
     MAX_FLOWS,
-    MAX_GRANTED,
     MAX_PEERS,
     MESSAGE_NBYTES,
     RECORD_NBYTES,
@@ -47,7 +47,7 @@ class Runner:
 
     turn, window, part, copiers, chunk: see `World`. recorded: operations that its journal keeps. memory: an array of
     one `World`.
-    address: where it lies. words: all of it, as int64. granted_ids: page ids of sends that the loop has bound.
+    address: where it lies. words: all of it, as int64. granted_ids: of sends that the loop has bound.
     operations: the journal's ring.
     """
 
@@ -71,7 +71,7 @@ class Runner:
         self.address: int = self.memory.ctypes.data
         # Python reads words faster than fields of records, and faster in a memoryview than in an array.
         self.words = self.memory.view(np.int64).reshape(-1).data
-        self.granted_ids: Int64Array = np.zeros((MAX_FLOWS, MAX_GRANTED), dtype=np.int64)  # touched as used
+        self.granted_ids: Int64Array = np.zeros((MAX_FLOWS, GRANTED_IDS), dtype=np.int64)  # touched as used
         self.world = cast(World, self.memory[0])
         assert copiers <= MAX_COPIERS
         self.world["address"], self.world["rank"] = self.address, rank

@@ -15,14 +15,14 @@ __all__ = ["Way"]
 class Way:
     """rank: the peer; slot: its number on the loop. geometry: of the plan: see `torchkv.transfer.loop_geometry`.
 
-    kernels: the launch table, if kernels copy the pages. packs: the pack table, if kernels pack them. src_page,
-    dst_page: page sizes in tokens. max_page: the peer's pages are below this. network: whether they are put through the
-    network, with the keys in ``geometry``. staged: whether, unless an op says otherwise, they go through the standing
-    stage that the peer has granted. keep: what must stay alive with the tables. address: of the record that the loop
-    reads.
+    kernels, state_kernels: the launch tables of pages and of states, if kernels copy them. packs: the pack table, if
+    kernels pack the pages. src_page, dst_page: page sizes in tokens. max_page: the peer's pages are below this.
+    max_slot: its state slots; 0 if it is owed no state. network: whether they are put through the network, with the
+    keys in ``geometry``. staged: whether, unless an op says otherwise, they go through the standing stage that the peer
+    has granted. keep: what must stay alive with the tables. address: of the record that the loop reads.
     """
 
-    __slots__ = ("_kept", "_record", "address", "has_kernels", "network", "rank")
+    __slots__ = ("_kept", "_record", "address", "has_kernels", "has_state", "network", "rank")
 
     def __init__(
         self,
@@ -30,11 +30,13 @@ class Way:
         slot: int,
         geometry: Int64Array,
         kernels: Int64Array | None,
+        state_kernels: Int64Array | None,
         packs: Int64Array | None,
         *,
         src_page: int,
         dst_page: int,
         max_page: int,
+        max_slot: int,
         network: bool,
         staged: bool,
         keep: Any = None,
@@ -42,14 +44,14 @@ class Way:
         self.rank = rank
         self.network = network
         self.has_kernels = kernels is not None or packs is not None
-        self._kept = geometry, kernels, packs, keep  # the loop reads them at their addresses
+        self.has_state = max_slot > 0
+        self._kept = geometry, kernels, state_kernels, packs, keep  # the loop reads them at their addresses
         self._record = np.zeros(1, dtype=WAY)
         self._record[0] = (
             slot,
             max_page,
-            geometry.ctypes.data,
-            0 if kernels is None else kernels.ctypes.data,
-            0 if packs is None else packs.ctypes.data,
+            max_slot,
+            *(0 if words is None else words.ctypes.data for words in (geometry, kernels, state_kernels, packs)),
             src_page,
             dst_page,
             int(staged),

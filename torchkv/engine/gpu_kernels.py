@@ -29,6 +29,8 @@ class GpuKernels:
     GPU, if pages may be staged.
     """
 
+    copies_states = False
+
     def __init__(self, gpu: GpuContext, local: LocalPages, packer: CudaPacker | None) -> None:
         self.errors = 0
         self._gpu = gpu
@@ -67,13 +69,13 @@ class GpuKernels:
 
     # ---------------------------------------------------------------- for the resident loop: any thread, under the lock
 
-    def launches(self, plan: PairPlan, connection: PeerConnection) -> LaunchTable | None:
+    def launches(self, plan: PairPlan, connection: PeerConnection, *, first: int = 0) -> LaunchTable | None:
         table = None if self._tables is None else self._tables.known(plan, connection)
         if table is None or not table.is_loaded:
             return None
         from torchkv.transfer.launch_table import LaunchTable  # imports Triton, as in `_table`
 
-        return LaunchTable(table, device=self._gpu.device, errors=self.errors, blocks=self._gpu.blocks)
+        return LaunchTable(table, first=first, device=self._gpu.device, errors=self.errors, blocks=self._gpu.blocks)
 
     def packs(self, plan: PairPlan, *, sending: bool) -> PackTable | None:
         launcher = None if self._packer is None else self._packer.loaded(plan, sending=sending)

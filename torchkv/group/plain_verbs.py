@@ -1,8 +1,8 @@
 """The verbs as nearly all calls are, each in one piece: the critical path of a caller.
 
-A call is *plain* if its arguments have their plain types, and name one peer, and the resident loop serves the request,
-without state; a sender's also needs that its grant is there. A peer is named by its rank, by its instance if that has
-no other, or, at a sender, by the grant of a request to anybody. Everything else, and whatever is wrong, is left to
+A call is *plain* if its arguments have their plain types, and name one peer, no state slot, and the resident loop
+serves the request; a sender's also needs that its grant is there. A peer is named by its rank, by its instance if that
+has no other, or, at a sender, by the grant of a request to anybody. Everything else, and whatever is wrong, is left to
 `Verbs` before anything has changed: it says what is wrong, or does it the general way, with the same outcome.
 
 A call costs its caller by how much code and memory it touches, which most often is in no near cache, because callers
@@ -259,7 +259,7 @@ class PlainVerbs(RecordedVerbs):
         assert flows is not None
         if req is not None and (req.error is not None or req.finish is not None or engine.closed or engine.lost):
             return None
-        if grant.state_slot is not None or not copy_ids(given, ids, engine.group_map.me.num_pages):
+        if not copy_ids(given, ids, engine.group_map.me.num_pages):
             return None
         op = self._op(*call)
         if op.source_pages.path is not None or (way := flows.plain.way(grant, op)) is None:

@@ -80,6 +80,11 @@ class PairPlan:
         return any(segment.conversion is not None for segment in self.segments)
 
     @cached_property
+    def owes_state(self) -> bool:
+        """Whether the writer owes any state."""
+        return self.state is not None and bool(self.state.segments)
+
+    @cached_property
     def segments_of(self) -> Mapping[int, tuple[PlanSegment, ...]]:
         """The segments of each layer. Layers with the same segments share one tuple."""
         held = [frozenset(segment.layers) for segment in self.segments]

@@ -27,18 +27,21 @@ assert page_copy.NUM_INTEGERS > _GIVEN
 class LaunchTable:
     """The kernels of one connection and plan, loaded, with a block of parameters each that the loop overwrites.
 
-    words: int64, see `torchkv.core.loop.launching.FIELDS`. Keeps alive what they point to. errors, blocks: as of
-    `torchkv.kernels.copies.CopyJobs`; the loop gives no bad page ids to kernels, so nobody reads the errors.
+    first: the position of the plan's first layer. words: int64, see `torchkv.core.loop.launching.FIELDS`. Keeps alive
+    what they point to. errors, blocks: as of `torchkv.kernels.copies.CopyJobs`; the loop gives no bad page ids to
+    kernels, so nobody reads the errors.
     """
 
-    def __init__(self, table: BaseAddressTable, *, device: torch.device, errors: int, blocks: int) -> None:
+    def __init__(
+        self, table: BaseAddressTable, *, first: int = 0, device: torch.device, errors: int, blocks: int
+    ) -> None:
         assert list(table.plan.layers) == sorted(table.plan.layers)
         self._kept: list[Any] = [table]
         layers = table.plan.layers
         words = [len(table.groups)]
         with torch.cuda.device(device):
             for group in table.groups:
-                rows = [bisect_left(group.layers, layer) for layer in [*layers, layers[-1] + 1]]
+                rows = [0] * first + [bisect_left(group.layers, layer) for layer in [*layers, layers[-1] + 1]]
                 words += launch_group(group.geometry, group.table, rows, errors=errors, blocks=blocks, kept=self._kept)
         self.words: Int64Array = np.array(words, dtype=np.int64)
 

@@ -2,7 +2,8 @@
 
     positions n | first of each position, and the end: n + 1 words | segments, `SEGMENT_FIELDS` words each | scales
 
-A *position* is the index of a layer in `PairPlan.layers`; both ends of a pair count alike. Segment words: addresses of
+A *position* is the index of a layer in `PairPlan.layers`; behind these come the layers of the plan's state, whose slots
+are treated as pages of one token. Both ends of a pair count alike. Segment words: addresses of
 the layer's tensor here and there, page strides, bases, token strides, the seven of `StridedRuns`, and of the stripe:
 tokens of a page pair, pairs of a unit, holders, holder, and its window (tokens, unit; -1 without one). Then the keys of
 both tensors, where they are put through the network. Last how elements are converted: which conversion it is (of
@@ -39,9 +40,11 @@ def geometry(plan: PairPlan, ours: Place, theirs: Place, scales: Scales = NO_SCA
     first: list[int] = []
     words: list[int] = []
     scaled: list[tuple[int, Float32Array]] = []  # the first word of a segment that converts, and its scales
-    for layer in plan.layers:
+    of_state = () if plan.state is None else plan.state.segments_of.items()
+    held = [*plan.segments_of.items(), *of_state]
+    for layer, segments in held:
         first.append(len(words) // SEGMENT_FIELDS)
-        for segment in plan.segments_of[layer]:
+        for segment in segments:
             src, src_stride, src_key = ours(segment.component, layer)
             dst, dst_stride, dst_key = theirs(segment.component, layer)
             stripe = segment.stripe
@@ -57,7 +60,7 @@ def geometry(plan: PairPlan, ours: Place, theirs: Place, scales: Scales = NO_SCA
     for segment_at, of_heads in scaled:
         words[segment_at + SEGMENT_FIELDS - 1] = 8 * (len(words) - segment_at)
         words += np.resize(of_heads, len(of_heads) + len(of_heads) % 2).view(np.int64).tolist()
-    return np.array([len(plan.layers), *first, *words], dtype=np.int64)
+    return np.array([len(held), *first, *words], dtype=np.int64)
 
 
 def has_keys(words: Int64Array) -> bool:

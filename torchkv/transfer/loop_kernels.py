@@ -21,8 +21,10 @@ class Launches(Protocol):
 class Kernels(Protocol):
     """What the loop needs of a rank's GPU."""
 
-    def launches(self, plan: PairPlan, connection: PeerConnection) -> Launches | None:
-        """The kernels of a plan; None while they are not loaded."""
+    copies_states: bool  # whether `launches` has the kernels of states
+
+    def launches(self, plan: PairPlan, connection: PeerConnection, *, first: int = 0) -> Launches | None:
+        """The kernels of a plan; None while they are not loaded. first: the position of its first layer."""
 
     def packs(self, plan: PairPlan, *, sending: bool) -> Launches | None:
         """The kernels that pack this rank's pages under a plan, or unpack into them; None while they are not loaded."""

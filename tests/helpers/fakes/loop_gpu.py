@@ -195,12 +195,14 @@ class FakeKernels:
         self._local = local
         self.lacking = False
 
-    def launches(self, plan: PairPlan, connection: PeerConnection) -> LaunchTable | None:
+    copies_states = True
+
+    def launches(self, plan: PairPlan, connection: PeerConnection, *, first: int = 0) -> LaunchTable | None:
         if self.lacking:
             return None
         with fake_kernels():
             table = BaseAddressTable(plan, self._local, connection)
-            return LaunchTable(table, device=torch.device("cpu"), errors=0, blocks=16)
+            return LaunchTable(table, first=first, device=torch.device("cpu"), errors=0, blocks=16)
 
     def packs(self, plan: PairPlan, *, sending: bool) -> PackTable | None:
         if self.lacking:

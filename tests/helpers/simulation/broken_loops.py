@@ -20,6 +20,7 @@ from tests.helpers.fakes.loop_gpu import FakeEvent, LoopGpu
 from tests.helpers.simulation.loop_runs import loop_scenario
 from tests.helpers.staged_apart import StagedApart
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
+from torchkv.core import core
 from torchkv.core.core import Core
 from torchkv.core.loop import (
     copying,
@@ -49,9 +50,9 @@ from torchkv.core.loop.codes import (
 )
 from torchkv.core.loop.limits import MAX_EVENTS, MAX_FLOWS, RECORD_NBYTES, UNPACKINGS
 from torchkv.core.peers import LoopPeers, NetworkLane
-from torchkv.core.receives import Receives
+from torchkv.core.receives import Receives, with_slot
 from torchkv.engine.resident.flows import Flows
-from torchkv.engine.resident.routes import Routes
+from torchkv.engine.resident.routes import Routes, _Positions
 from torchkv.host.atomics import copy_bytes, load, store
 from torchkv.transfer.peer_connection import PeerConnection
 
@@ -67,6 +68,7 @@ __all__ = [
     "NETWORK_BREAKS",
     "SINGLE_BREAKS",
     "STAGED_BREAKS",
+    "STATES_BREAKS",
 ]
 
 SEEDS = range(150)
@@ -124,6 +126,28 @@ def _copies_what_it_is_to_convert() -> None:
 def _scales_all_heads_alike() -> None:
     real = stripes.conversion
     swap(copying, conversion=lambda seg: (*real(seg)[:-1], 1))
+
+
+def _takes_states_for_pages() -> None:
+    real = _Positions.__init__
+    swap(_Positions, __init__=lambda self, plan, first=0: real(self, plan))
+
+
+def _writes_to_another_slot() -> None:
+    real = with_slot
+    swap(core, with_slot=lambda pages, slot: real(pages, None if slot is None else slot ^ 1))
+
+
+def _forgets_states_that_have_arrived() -> None:
+    real = Receives.state
+
+    def state(self: Receives, flow: int, *, coverage: bool = True) -> Any:
+        found = real(self, flow, coverage=coverage)
+        for writer in found.writers:
+            writer.states = [False] * len(writer.states)
+        return found
+
+    swap(Receives, state=state)
 
 
 def _takes_no_piece_for_a_narrower_one() -> None:
@@ -654,6 +678,13 @@ CONVERTS_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
 }
 
 
+STATES_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
+    "takes states for pages": (_takes_states_for_pages, True),
+    "writes to another slot": (_writes_to_another_slot, True),
+    "forgets states that have arrived": (_forgets_states_that_have_arrived, True),
+}
+
+
 CONVERTS_STAGED_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
     "scales all heads alike": (_scales_all_heads_alike, True),
     "takes no piece for a narrower one": (_takes_no_piece_for_a_narrower_one, True),
@@ -671,6 +702,7 @@ KINDS = {
     "single": SINGLE_BREAKS,
     "converts": CONVERTS_BREAKS,
     "converts staged": CONVERTS_STAGED_BREAKS,
+    "states": STATES_BREAKS,
 }
 RUNS: dict[str, dict[str, bool]] = {  # what `loop_scenario` is given
     "": {},
@@ -682,6 +714,10 @@ RUNS: dict[str, dict[str, bool]] = {  # what `loop_scenario` is given
     "staged": {"network": True, "staged": True},
     "single": {"single": True},
     "converts": {"converts": True},
+    "states": {"stateful": True},
+    "states gpu": {"stateful": True, "gpu": True},
+    "states network": {"stateful": True, "network": True},
+    "states gpus apart": {"stateful": True, "gpu": True, "network": True},
     "converts staged": {"converts": True, "network": True, "staged": True},
 }
 

@@ -16,6 +16,7 @@ from functools import cache, partial
 from tests.helpers.simulation.lives import Life
 from tests.helpers.simulation.loop_runs import DIRECT
 from tests.helpers.simulation.scenario import Scenario
+from tests.helpers.simulation.state_flows import some_states
 from torchkv.errors import KVError
 
 __all__ = ["CAMPAIGNS", "LOOP", "Campaign", "Tally", "batches", "check", "run"]
@@ -69,6 +70,11 @@ def _other_lanes(seed: int, **lanes: bool) -> Scenario:
 def _converting(seed: int) -> Scenario:
     lanes = {} if seed % 2 else {"network": True, "staged": True}
     return Scenario(seed, brief=True, verbs=DIRECT, loop=True, states=(), converts=True, **lanes)
+
+
+def _states(seed: int) -> Scenario:
+    states, gpu, network = some_states(seed), seed % 4 > 1, seed % 2 > 0
+    return Scenario(seed, brief=True, verbs=DIRECT, loop=True, states=states, gpu=gpu, network=network)
 
 
 def _anybody(seed: int) -> Scenario:
@@ -127,6 +133,12 @@ CAMPAIGNS = {
             200,
             _converting,
         ),
+        Campaign(
+            "states",
+            "the resident loop where every layout has states, mapped or not, in host memory or on GPUs",
+            400,
+            _states,
+        ),
         Campaign("anybody", "senders that know neither their receiver nor its prefix", 2300, _anybody),
         Campaign("puts", "puts of all verbs over a network, by Python", 1200, _puts),
         Campaign("staging", "staged puts, through rings that are mapped or not", 1000, _staging),
@@ -135,7 +147,7 @@ CAMPAIGNS = {
 }
 
 # Those of the resident loop.
-LOOP = frozenset({"loop", "network", "calls", "gpu", "gpus-apart", "gpus-staged", "converting"})
+LOOP = frozenset({"loop", "network", "calls", "gpu", "gpus-apart", "gpus-staged", "converting", "states"})
 
 
 @cache

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.simulation.scenario import Scenario
+from tests.helpers.simulation.state_flows import some_states
 from torchkv.engine.resident.flows import Flows
 from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.protocol.sending.request import SenderRequest
@@ -33,12 +34,13 @@ def loop_scenario(
     staged: bool = False,
     single: bool = False,
     converts: bool = False,
+    stateful: bool = False,
 ) -> Scenario:
-    """A run in which loops serve what they can; see `Scenario`. In most there is no state.
+    """A run in which loops serve what they can; see `Scenario`. In most there is no state, but if ``stateful`` in all.
 
     single: each sender has one receiver: its verbs are called in the plain way.
     """
-    states = () if seed % 4 or single else None
+    states = some_states(seed) if stateful else () if seed % 4 or single else None
     return Scenario(
         seed,
         benign=benign,

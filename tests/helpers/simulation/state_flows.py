@@ -17,7 +17,7 @@ from torchkv.layout.layout import State
 if TYPE_CHECKING:
     from tests.helpers.simulation.scenario import Scenario
 
-__all__ = ["StateFlows", "random_states"]
+__all__ = ["StateFlows", "random_states", "some_states"]
 
 RECV_SLOTS = 3  # slots [0, RECV_SLOTS) receive, the rest sends
 
@@ -29,6 +29,14 @@ def random_states(dice: random.Random) -> list[State]:
     conv = State("conv", (2, 8), torch.uint8, shard_dim=1, shard_groups=dice.choice([(4, 4), (2, 6)]), layers=layers)
     flat = State("flat", (5,), torch.uint8)
     return dice.choice([[], [], [], [ssm], [conv], [flat], [ssm, flat]])
+
+
+def some_states(seed: int) -> list[State]:
+    """As `random_states`, but never none."""
+    dice = random.Random(seed)
+    while not (states := random_states(dice)):
+        pass
+    return states
 
 
 class StateFlows:

@@ -43,8 +43,8 @@ def test_a_request_that_waits(granted_first: bool, limits: dict[str, int]) -> No
     assert kinds(told) == ([OP_DONE, SENT] if granted_first else [BOUND, OP_DONE, SENT])
     assert kinds(heard) == [RECEIVED]
     assert pair.writer.op_results([op]) == ([3 * 3 * PAGE], 9)
-    peer_flow, generation, _, pages = pair.writer.bound(send)
-    assert (peer_flow, generation, pages.tolist()) == (flow, 1, [6, 1, 4])
+    peer_flow, generation, _, pages, slot = pair.writer.bound(send)
+    assert (peer_flow, generation, pages.tolist(), slot) == (flow, 1, [6, 1, 4], None)
     expected = np.full_like(pair.dst, 0xAB)
     expected[:, [6, 1, 4]] = pair.src[:, [2, 7, 0]]
     assert (pair.dst == expected).all()
@@ -127,7 +127,7 @@ def test_a_first_verb_meets_its_grant(prefix: int) -> None:
     met = meet(pair, [2, 7, 0], prefixed=True)
     assert met is not None
     send, op = met
-    peer_flow, generation, behind, pages = pair.writer.bound(send)
+    peer_flow, generation, behind, pages, _ = pair.writer.bound(send)
     assert (peer_flow, generation, behind, pages.tolist()) == (flow, 1, prefix, [6, 1, 4])
     pair.writer.finish_send(send, 3, b"aux")
     told, heard = pair.run()

@@ -58,7 +58,7 @@ def test_a_request_that_waits(granted_first: bool, part: int) -> None:
     told, heard = apart.run()
     assert kinds(told) == ([OP_DONE, SENT] if granted_first else [BOUND, OP_DONE, SENT])
     assert kinds(heard) == [RECEIVED]
-    peer_flow, generation, prefix, pages = apart.writer.bound(send)
+    peer_flow, generation, prefix, pages, _ = apart.writer.bound(send)
     assert (peer_flow, generation, prefix, pages.tolist()) == (flow, 1, 0, [6, 1, 4])
     expected = torch.full_like(apart.dst, 0xAB)
     expected[:, [6, 1, 4]] = apart.src[:, [2, 7, 0]]
@@ -274,11 +274,13 @@ def test_a_grant_that_finds_no_room_for_all_of_it_waits() -> None:
 # ---------------------------------------------------------------- lies
 
 
-def parts(pages: list[int], *, generation: int = 1, flow: int = 0, part: int = 500, **words: int) -> list[bytes]:
-    """The messages of an honest grant, and words that are not."""
+def parts(
+    pages: list[int], *, generation: int = 1, flow: int = 0, part: int = 500, slots: int = 0, **words: int
+) -> list[bytes]:
+    """The messages of an honest grant, and words that are not. slots: how many state slots it says to have."""
     hash0, hash1 = name_hashes("name")
     slot = np.zeros(GRANT_SLOT, dtype=np.uint8)
-    slot[:GRANT_NBYTES].view(np.int64)[:] = generation, hash0, hash1, 1, 0, len(pages), 4, 0
+    slot[:GRANT_NBYTES].view(np.int64)[:] = generation, hash0, hash1, 1, 0, len(pages), 4, slots
     slot[NAME_AT : NAME_AT + 4] = list(b"name")
     slot[IDS_AT : IDS_AT + 8 * len(pages)].view(np.int64)[:] = pages
     end = IDS_AT + 8 * len(pages)
@@ -318,6 +320,10 @@ LIES: dict[str, Callable[[], list[bytes]]] = {
     "no record": lambda: [b"\x05" * 65],
     "a record and nothing": lambda: [each[:RECORD_NBYTES] for each in parts([6, 1, 4])],
     "more than a message": lambda: parts([6] * 600, part=MESSAGE_NBYTES),
+    "a slot that there is not": lambda: parts([6, 1, 4], slots=1),
+    "slots without end": lambda: parts([6, 1, 4], slots=HUGE),
+    "less than no slot": lambda: parts([6, 1, 4], slots=-1, hi=IDS_AT + 16),
+    "two slots": lambda: parts([6, 1, 4], slots=2, hi=IDS_AT + 40),
     "no generation": lambda: parts([6, 1, 4], generation=0),
     "a negative generation": lambda: parts([6, 1, 4], generation=-1),
 }

@@ -29,7 +29,7 @@ class Instance:
     def receive(self, rank: int, *, generation: int = 1, told: int = 0) -> int:
         flow = self.cores[rank].receives.reserve()
         assert flow is not None
-        sides = [(WRITER, 1, TOKENS)]
+        sides = [(WRITER, 1, 0, TOKENS)]
         self.cores[rank].receives.open(
             flow, generation=generation, num_tokens=TOKENS, page_size=TOKENS, leader=LEADER, told=told, writers=sides
         )

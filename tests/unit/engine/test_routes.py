@@ -29,7 +29,7 @@ def routes(connections: dict[int, Any], reached: set[int]) -> Routes:
         kernels=None,
         puts=False,
         sends_to=lambda rank: False,
-        num_pages=lambda rank: 0,
+        size=lambda rank: (0, 0),
     )
 
 

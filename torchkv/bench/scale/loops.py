@@ -63,14 +63,14 @@ class Pair:
     def receive(self, pages: int, *, generation: int = 1, leader: int = ALONE, writers: Sequence[int] = (0,)) -> int:
         flow = self.reader.receives.reserve()
         assert flow is not None
-        sides = [(rank, self.layers, TOKENS) for rank in writers]
+        sides = [(rank, self.layers, 0, TOKENS) for rank in writers]
         tokens = pages * TOKENS
         self.reader.receives.open(
             flow, generation=generation, num_tokens=tokens, page_size=TOKENS, leader=leader, writers=sides
         )
         return flow
 
-    def way(self, max_page: int | None = None) -> Way:
+    def way(self, max_page: int | None = None, max_slot: int = 0) -> Way:
         return self.writer.way(
             1,
             geometry=self.geometry,
@@ -78,6 +78,7 @@ class Pair:
             src_page=TOKENS,
             dst_page=TOKENS,
             max_page=self.dst.shape[1] if max_page is None else max_page,
+            max_slot=max_slot,
         )
 
     def send(self, peer_flow: int, pages: Sequence[int], *, generation: int = 1, serial: int = 0) -> int:

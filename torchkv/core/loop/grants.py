@@ -3,7 +3,7 @@
 The receiver writes a grant's body into the slot of its flow in its own segment, and a GRANT record into the mailbox of
 each writer:
 
-    `torchkv.core.loop.state.peers.Grant` | name in UTF-8: MAX_NAME bytes | page ids: int64 [MAX_GRANTED]
+    `torchkv.core.loop.state.peers.Grant` | name in UTF-8: MAX_NAME bytes | page ids, then a state slot: int64
 
 The slot stays as it is until the request has ended, so until every writer has seen the record or is gone.
 
@@ -51,7 +51,16 @@ from torchkv.core.loop.codes import (
 )
 from torchkv.core.loop.copying import queue_op
 from torchkv.core.loop.events import emit, tell_driver
-from torchkv.core.loop.limits import BUCKETS, MAX_EVENTS, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PREFIX, RECORD_NBYTES
+from torchkv.core.loop.limits import (
+    BUCKETS,
+    GRANTED_IDS,
+    MAX_EVENTS,
+    MAX_FLOWS,
+    MAX_GRANTED,
+    MAX_NAME,
+    MAX_PREFIX,
+    RECORD_NBYTES,
+)
 from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, seal_if_done, tell_brief
 from torchkv.core.loop.network import received, record_room, send
 from torchkv.core.loop.state.peers import Peer, Record
@@ -90,7 +99,7 @@ FROM_NETWORK = 1  # ``spare`` of the record of a GRANTED event, if the grant lie
 
 _GENERATION, _WRITERS = grant_word_at("generation"), grant_word_at("writers")
 _HASH0, _HASH1 = grant_word_at("hash0"), grant_word_at("hash1")
-_PREFIX, _NUM_PAGES = grant_word_at("prefix"), grant_word_at("num_pages")
+_PREFIX, _NUM_PAGES, _NUM_SLOTS = (grant_word_at(name) for name in ("prefix", "num_pages", "num_slots"))
 _HEED, _HEAD, _TAIL = word_at("heed"), word_at("event_head"), word_at("event_tail")
 _BEHIND = word_at("long_inbox") + RECORD_NBYTES
 
@@ -128,7 +137,7 @@ def _send_grant(world: World, receive: Receive, rank: int, flow: int) -> bool:
     """Sends a grant to a writer of another host; False where there is no room for all of it."""
     peer = world["peers"][rank]
     body = world["bell"] + GRANTS_AT + flow * GRANT_SLOT
-    nbytes, part = IDS_AT + 8 * load(body + _NUM_PAGES), world["part"]
+    nbytes, part = IDS_AT + 8 * (load(body + _NUM_PAGES) + load(body + _NUM_SLOTS)), world["part"]
     if record_room(world, peer) < (nbytes + part - 1) // part:
         return False
     for number in range(receive["num_writers"]):
@@ -237,7 +246,7 @@ def park(world: World, index: int) -> None:
     else:
         world["ops"][send["last"]]["next"] = index
     send["last"] = index
-    if op["count"] > 0:
+    if op["count"] > 0 and op["of_state"] == 0:
         send["reach"] = max(send["reach"], op["start"] + op["count"] - 1)
 
 
@@ -260,7 +269,7 @@ def on_part(world: World, source: int) -> None:
         return
     peer["part_flow"] = -1
     latest = peer["arrivals"] + 8 * flow
-    if load(body + _NUM_PAGES) != (end - IDS_AT) // 8 or generation <= load(latest):
+    if load(body + _NUM_PAGES) + load(body + _NUM_SLOTS) != (end - IDS_AT) // 8 or generation <= load(latest):
         return
     store(latest, generation)
     on_grant(world, source, FROM_NETWORK)
@@ -342,15 +351,18 @@ def _body(peer: Peer, record: Record) -> int:
 
 @compiled
 def _fits(world: World, flow: int, body: int, generation: int, prefixed: int) -> bool:
-    """Whether Python would bind the send to this grant without a word. Copies the page ids, which the peer can change.
+    """Whether Python would bind the send to this grant without a word. Copies the ids, which the peer can change.
 
     prefixed: 1 if it may be behind a prefix. What lies in the slot may be of a later grant, or be nonsense.
     """
     send = world["sends"][flow]
-    count, prefix = load(body + _NUM_PAGES), load(body + _PREFIX)
+    count, slots, prefix = load(body + _NUM_PAGES), load(body + _NUM_SLOTS), load(body + _PREFIX)
     if load(body + _GENERATION) != generation or load(body + _WRITERS) != send["writers"]:
         return False
-    if count < 1 or count > MAX_GRANTED or not 0 <= prefix <= prefixed * MAX_PREFIX:
+    if not 0 <= count <= MAX_GRANTED or not 0 <= prefix <= prefixed * MAX_PREFIX:
+        return False
+    stateful = send["max_slot"] > 0
+    if slots != 1 if stateful else count == 0 or not 0 <= slots <= 1:
         return False
     src_page, dst_page = send["src_page"], send["dst_page"]
     tokens = count * dst_page
@@ -358,12 +370,14 @@ def _fits(world: World, flow: int, body: int, generation: int, prefixed: int) ->
         return False  # a page outside the grant
     if send["num_pages"] >= 0 and abs(send["num_pages"] * src_page - tokens) >= max(src_page, dst_page):
         return False
-    ids = world["granted_ids"] + 8 * MAX_GRANTED * flow
-    copy_bytes(ids, body + IDS_AT, 8 * count)
+    ids = world["granted_ids"] + 8 * GRANTED_IDS * flow
+    copy_bytes(ids, body + IDS_AT, 8 * (count + slots))
     for i in range(count):
         page = load(ids + 8 * i)
         if page < 0 or page >= send["max_page"]:
             return False
+    if stateful and not 0 <= load(ids + 8 * count) < send["max_slot"]:
+        return False
     if load(body + _GENERATION) != generation:
         return False
     send["ids"], send["granted"], send["prefix"] = ids, tokens, prefix

@@ -15,8 +15,8 @@ bytes at the same places for both: job after job, of each the page pairs that it
 `PairPlan.groups` begins at a multiple of `GRAIN`, as do pieces. Which jobs a kernel does together is each side's own
 matter.
 
-Page ids lie in pinned memory and are uploaded on the same stream: the granted ones first, behind them those of the
-ops, each list once while ops follow each other with equal ones.
+Page ids lie in pinned memory and are uploaded on the same stream: the granted ones first, with the state slot, behind
+them those of the ops, each list once while ops follow each other with equal ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchkv.core.loop.events import emit
 from torchkv.core.loop.limits import GATES, GRAIN, IDS, LAUNCH_FIELDS, MAX_FLYING
 from torchkv.core.loop.state.requests import Op, Send
 from torchkv.core.loop.state.world import World
-from torchkv.core.loop.stripes import owed_pairs
+from torchkv.core.loop.stripes import granted_to, owed_pairs
 from torchkv.host.atomics import copy_bytes, load, store
 from torchkv.host.jit import c_function, compiled
 
@@ -137,7 +137,7 @@ def _launch(world: World, send: Send, op: Op) -> bool:
     if nbytes > 0:
         if not place_ids(world, send, op):
             return False
-        kernels = send["kernels"]
+        kernels = _kernels(send, op)
         for number in range(load(kernels)):
             group = kernels + 8 + 8 * LAUNCH_FIELDS * number
             begin, stop = _owed(send, op, group)
@@ -158,18 +158,23 @@ def _launch(world: World, send: Send, op: Op) -> bool:
 
 
 @compiled
+def _kernels(send: Send, op: Op) -> int:
+    """The address of an op's launch table."""
+    return send["state_kernels"] if op["of_state"] != 0 else send["kernels"]
+
+
+@compiled
 def _owed(send: Send, op: Op, group: int) -> tuple[int, int]:
     """The page pairs of an op that are copied, by their ordinals."""
-    first, behind = owed_pairs(
-        send["granted"], send["src_page"], send["dst_page"], op["start"], op["count"], group + _STRIPE
-    )
+    _, granted, src_page, dst_page = granted_to(send, op)
+    first, behind = owed_pairs(granted, src_page, dst_page, op["start"], op["count"], group + _STRIPE)
     return first, behind
 
 
 @compiled
 def _extent(send: Send, op: Op) -> tuple[int, int, int]:
     """What to launch next: the position behind it, its bytes, and its runs. At least one layer, else about `PART`."""
-    kernels = send["kernels"]
+    kernels = _kernels(send, op)
     nbytes = runs = 0
     at: int = op["at"]
     while at < op["num_positions"] and nbytes < PART:
@@ -208,7 +213,9 @@ def _launch_group(world: World, send: Send, op: Op, group: int, until: int, begi
 def _launch_rows(world: World, send: Send, op: Op, group: int, first: int, end: int, begin: int, stop: int) -> bool:
     base = world["ids_device"] + 8 * IDS * op["flow"]
     src_ids = base + 8 * send["src_at"]
-    return bool(_enqueue_rows(world, group, (first, end), (begin, stop), op["start"], src_ids, base, 0) >= 0)
+    granted, _, _, _ = granted_to(send, op)
+    dst_ids = base + granted - send["ids"]  # as all granted ids lie there
+    return bool(_enqueue_rows(world, group, (first, end), (begin, stop), op["start"], src_ids, dst_ids, 0) >= 0)
 
 
 @compiled
@@ -300,6 +307,8 @@ def report_broken(world: World) -> None:
 def place_ids(world: World, send: Send, op: Op) -> bool:
     """Has the page ids that the kernels need uploaded; False while older kernels may still read what lies there."""
     granted, base = send["granted"] // send["dst_page"], world["ids"] + 8 * IDS * op["flow"]
+    if send["max_slot"] > 0:
+        granted += 1  # the slot behind them
     used = send["ids_used"]
     if used > 0 and op["count"] == send["src_count"] and _equal(base + 8 * send["src_at"], op["ids"], op["count"]):
         return True

@@ -63,6 +63,7 @@ from torchkv.core.loop.sending import (
 )
 from torchkv.core.loop.staging import forget_pieces, on_credit
 from torchkv.core.loop.state.world import World, word_at
+from torchkv.core.loop.stripes import granted_to
 from torchkv.core.loop.unpacking import follow, land, on_staged, pay_credit, unpack_room
 from torchkv.host.atomics import exchange, fence, load, store
 from torchkv.host.futex import call_yield, futex_wait
@@ -136,7 +137,8 @@ def _start(world: World, index: int) -> int:
     if send["started"] == 0:
         send["started"] = 1
         world["unfinished"] += 1
-    if op["count"] > 0 and (op["start"] + op["count"] - 1) * send["src_page"] >= send["granted"]:
+    granted = granted_to(send, op)
+    if op["count"] > 0 and (op["start"] + op["count"] - 1) * granted[2] >= granted[1]:
         if send["due"] == 0:
             send["due"] = 1  # it will never be sealed
             emit(world, OUTSIDE, index, 0)

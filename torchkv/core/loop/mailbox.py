@@ -28,7 +28,7 @@ use under this generation, and that the mailbox's owner is one of its writers. W
 from __future__ import annotations
 
 from torchkv.core.loop.codes import OPEN, SEAL, SYSCALL
-from torchkv.core.loop.limits import DUE, MAILBOX_RECORDS, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS, RECORD_NBYTES
+from torchkv.core.loop.limits import DUE, GRANTED_IDS, MAILBOX_RECORDS, MAX_FLOWS, MAX_NAME, MAX_PEERS, RECORD_NBYTES
 from torchkv.core.loop.network import record_room, send
 from torchkv.core.loop.state.peers import Peer, Record
 from torchkv.core.loop.state.world import GRANT_NBYTES, World, word_at
@@ -68,7 +68,7 @@ READS_AT = 8  # offset of the word that says that a rank reads, from its head
 SEALS_AT = 16  # and of the one that says how many of its seals are due soon
 MAILBOX_NBYTES = MAILBOX_RECORDS * RECORD_NBYTES
 GRANTS_AT = (1 + MAX_PEERS) * LINE + MAX_PEERS * MAILBOX_NBYTES
-GRANT_SLOT = GRANT_NBYTES + 8 * MAX_GRANTED + MAX_NAME
+GRANT_SLOT = GRANT_NBYTES + 8 * GRANTED_IDS + MAX_NAME
 SEGMENT_NBYTES = GRANTS_AT + MAX_FLOWS * GRANT_SLOT  # the kernel commits what is used
 
 

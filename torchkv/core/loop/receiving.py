@@ -33,7 +33,7 @@ from torchkv.host.jit import compiled
 __all__ = ["cover", "on_record", "pay_verdict", "succeed", "unheard", "writer_of"]
 
 _EAGER = word_at("eager")
-_LAYER = 8 * (1 + 2 * MAX_INTERVALS)  # bytes of one layer's intervals
+_LAYER = 8 * (1 + 2 * MAX_INTERVALS)  # bytes of one position's intervals
 
 
 @compiled
@@ -111,11 +111,12 @@ def on_record(world: World, source: int) -> bool:
 def _on_written(world: World, receive: Receive, number: int) -> bool:
     record, writer = world["record"], receive["writers"][number]
     first, last = record["head"] >> 8 & 0xFFFFFF, record["head"] >> 32
-    lo, hi = record["lo"], min(record["hi"], receive["num_tokens"])
-    if last > writer["layers"] or lo < 0 or record["nbytes"] < 0 or writer["sealed"] >= 0:
+    lo = record["lo"]
+    if last > writer["layers"] + writer["states"] or lo < 0 or record["nbytes"] < 0 or writer["sealed"] >= 0:
         return False
-    table = receive["cover"] + number * receive["layers"] * _LAYER
+    table = receive["cover"] + number * receive["positions"] * _LAYER
     for position in range(first, last):
+        hi = min(record["hi"], receive["num_tokens"] if position < writer["layers"] else 1)
         if lo < hi and not cover(table + position * _LAYER, lo, hi):
             return False
     receive["nbytes"] += record["nbytes"]
@@ -139,7 +140,8 @@ def _on_aux(world: World, receive: Receive, number: int) -> bool:
 def _on_seal(world: World, receive: Receive, number: int, flow: int) -> bool:
     record, writer = world["record"], receive["writers"][number]
     pages, size = record["lo"], writer["page_size"]
-    fits = pages > 0 and abs(pages * size - receive["num_tokens"]) < max(size, receive["page_size"])
+    fits = pages > 0 if receive["num_tokens"] > 0 else pages == 0
+    fits = fits and abs(pages * size - receive["num_tokens"]) < max(size, receive["page_size"])
     if not fits or writer["sealed"] >= 0 or record["hi"] != writer["aux_nbytes"]:
         return False
     writer["sealed"], writer["flow"] = pages, record["flows"] >> 32
@@ -173,16 +175,18 @@ def succeed(world: World, flow: int) -> None:
 
 @compiled
 def _is_whole(receive: Receive) -> bool:
-    """Whether every layer of every writer is there from the first token to the last.
+    """Whether every layer of every writer is there from the first token to the last, and every state.
 
     A writer may owe less, and be complete although this is not: Python knows what it owes.
     """
     for number in range(receive["num_writers"]):
         writer = receive["writers"][number]
-        end = min(receive["num_tokens"], writer["sealed"] * writer["page_size"])
-        table = receive["cover"] + number * receive["layers"] * _LAYER
-        for position in range(writer["layers"]):
-            at = table + position * _LAYER
+        tokens = min(receive["num_tokens"], writer["sealed"] * writer["page_size"])
+        table = receive["cover"] + number * receive["positions"] * _LAYER
+        for position in range(writer["layers"] + writer["states"]):
+            at, end = table + position * _LAYER, tokens if position < writer["layers"] else 1
+            if end == 0:
+                continue
             if load(at) != 1 or load(at + 8) > 0 or load(at + 16) < end:
                 return False
     return True
@@ -212,7 +216,7 @@ def unheard(world: World, flow: int) -> int:
     for number in range(receive["num_writers"]):
         writer = receive["writers"][number]
         silent = bool(writer["told"] != 0 and writer["sealed"] < 0 and writer["aux_nbytes"] == 0)
-        for position in range(number * receive["layers"], (number + 1) * receive["layers"]):
+        for position in range(number * receive["positions"], (number + 1) * receive["positions"]):
             silent = silent and load(receive["cover"] + position * _LAYER) == 0
         if silent:
             found |= 1 << writer["rank"]

@@ -30,7 +30,7 @@ from torchkv.core.loop.staging import OP, POSTED, pack, piece_at, put_pieces, wr
 from torchkv.core.loop.state.peers import Peer, Record
 from torchkv.core.loop.state.requests import Op, Send
 from torchkv.core.loop.state.world import AUX_AT, World
-from torchkv.core.loop.stripes import converts, owed_pairs, place_pairs, segments
+from torchkv.core.loop.stripes import converts, granted_to, owed_pairs, place_pairs, segments
 from torchkv.host.atomics import copy_bytes, load
 from torchkv.host.copy_loops import SHORT_RUN
 from torchkv.host.jit import compiled
@@ -56,6 +56,7 @@ GROUP = 16 << 20  # bytes after which layers are announced, although their op go
 def _announce(world: World, send: Send, op: Op) -> bool:
     """Tells the receiver of the layers that are there; False where its mailbox is full."""
     peer = world["peers"][send["peer"]]
+    _, _, src_page, _ = granted_to(send, op)
     sent = False
     while op["told"] < op["arrived"]:
         if room(world, peer) < 1:
@@ -71,7 +72,7 @@ def _announce(world: World, send: Send, op: Op) -> bool:
         record: Record = world["record"]
         record["head"], record["flows"] = WRITTEN | first << 8 | last << 32, send["peer_flow"]
         record["generation"], record["spare"] = send["generation"], 0
-        record["lo"], record["hi"] = op["start"] * send["src_page"], (op["start"] + op["count"]) * send["src_page"]
+        record["lo"], record["hi"] = op["start"] * src_page, (op["start"] + op["count"]) * src_page
         record["nbytes"] = op["group"]
         op["group"] = 0
         tell(world, peer)
@@ -173,8 +174,8 @@ def _copy_slice(world: World, send: Send, op: Op, budget: int) -> int:
         op["at"] += 1
         op["segment"] = op["ordinal"] = 0
         return 0
-    src_page, dst_page = send["src_page"], send["dst_page"]
-    begin, stop = owed_pairs(send["granted"], src_page, dst_page, op["start"], op["count"], seg + 120)
+    ids, granted, src_page, dst_page = granted_to(send, op)
+    begin, stop = owed_pairs(granted, src_page, dst_page, op["start"], op["count"], seg + 120)
     n0, s0, d0 = load(seg + 64), load(seg + 72), load(seg + 80)
     n1, s1, d1, run = load(seg + 88), load(seg + 96), load(seg + 104), load(seg + 112)
     nbytes = n0 * n1 * run
@@ -186,7 +187,7 @@ def _copy_slice(world: World, send: Send, op: Op, budget: int) -> int:
             return NO_ROOM
     if count > 0:
         place_pairs(world["src"], seg, 0, op["ids"], op["start"], src_page, begin + op["ordinal"], count)
-        place_pairs(world["dst"], seg, 1, send["ids"], 0, dst_page, begin + op["ordinal"], count)
+        place_pairs(world["dst"], seg, 1, ids, 0, dst_page, begin + op["ordinal"], count)
         if send["network"] != 0:
             op["runs"] += put_pairs(world, peer, seg, count)
         elif converts(seg):

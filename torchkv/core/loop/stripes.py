@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from torchkv.arrays import Int64Array
 from torchkv.core.loop.limits import SEGMENT_FIELDS
+from torchkv.core.loop.state.requests import Op, Send
 from torchkv.host.atomics import load
 from torchkv.host.jit import compiled
 
-__all__ = ["conversion", "converts", "owed_pairs", "place_pairs", "segments", "sizes"]
+__all__ = ["conversion", "converts", "granted_to", "owed_pairs", "place_pairs", "segments", "sizes"]
 
 _CONVERSION, _SRC_SIZE, _DST_SIZE, _HEAD_ELEMENTS, _HEADS, _SCALES = (8 * field for field in range(23, 29))
+
+
+@compiled
+def granted_to(send: Send, op: Op) -> tuple[int, int, int, int]:
+    """Where an op may write: address of the receiver's page ids, their tokens, and page sizes here and there."""
+    if op["of_state"] != 0:
+        return send["ids"] + 8 * (send["granted"] // send["dst_page"]), 1, 1, 1
+    return send["ids"], send["granted"], send["src_page"], send["dst_page"]
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""Grants as the resident loop keeps them: a bit for each writer, and the pages that it has bound a send to."""
+"""Grants as the resident loop keeps them: a bit for each writer, and what it has bound a send to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["as_bits", "as_ranks", "grant_bound_on"]
 
 def grant_bound_on(core: Core, flow: int, request: str, dst: int, plan: PairPlan) -> BoundGrant:
     """The grant that a send is bound to which had begun without Python's knowing it. request, dst: of the send."""
-    peer_flow, generation, prefix_tokens, pages = core.bound(flow)
+    peer_flow, generation, prefix_tokens, pages, state_slot = core.bound(flow)
     return BoundGrant(
         dst=dst,
         generation=generation,
@@ -25,6 +25,7 @@ def grant_bound_on(core: Core, flow: int, request: str, dst: int, plan: PairPlan
         prefix_tokens=prefix_tokens,
         pages=pages,
         plan=plan,
+        state_slot=state_slot,
         flow=peer_flow,
     )
 

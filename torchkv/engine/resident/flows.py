@@ -1,17 +1,18 @@
 """Hands requests over to the resident loop, and takes them back. What the loop has done since: see `notices`.
 
-A request is on the loop from its first verb on, if its bytes can be copied straight into the receiver's pages: both
-ranks are on this host, the pages are mapped and of the same dtypes, and there is no state. This host's processor copies
-what lies in its memory, and no op of that waits for an event; kernels copy what lies on a GPU, after CUDA events. Pages
-that are not mapped the loop puts through the network. If their runs are short, or packing them costs
-less than puts, it stages them, once the receiver has granted a standing stage. Everything else, and everything that
-goes wrong, is Python's: see `torchkv.protocol.flows`.
+A request is on the loop from its first verb on, if its bytes can be copied straight into the receiver's pages and state
+slot: both ranks are on this host, and these are mapped. This host's processor copies what lies in its memory, and no op
+of that waits for an event; kernels copy what lies on a GPU, after CUDA events. Pages that are not mapped the loop puts
+through the network. If their runs are short, or packing them costs less than puts, it stages them, once the receiver
+has granted a standing stage. Everything else, and everything that goes wrong, is Python's: see
+`torchkv.protocol.flows`.
 
 All methods are called under the engine's lock, but for those that say otherwise.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -92,7 +93,7 @@ class Flows:
             kernels=kernels,
             puts=puts,
             sends_to=weakly(self._sends_to),
-            num_pages=lambda rank: group_map.info[rank].num_pages,
+            size=lambda rank: (group_map.info[rank].num_pages, group_map.info[rank].num_slots),
         )
         self._stages = None if stages is None else stages(self.routes)
         self.routes.stages = self._stages
@@ -131,7 +132,7 @@ class Flows:
         path = op.source_pages.path
         if path == "staged" and (self._stages is None or not self._stages.uses(op.dst)):
             return False
-        return path in (None, "direct", "staged") and not op.state
+        return path in (None, "direct", "staged")
 
     def await_grant(self, req: SenderRequest, plan: PairPlan, writers: tuple[int, ...]) -> None:
         route = self.routes.to(req.dst, plan)
@@ -190,7 +191,8 @@ class Flows:
         req.loop_promised |= forced and not req.loop_wrote
         req.loop_wrote |= not forced
         staged = 0 if not forced else 2 if req.loop_promised else 1
-        index = self.core.start_op(req.flow, route.positions[op.layers], pages, op.start, gate, verb, staged=staged)
+        positions = (route.state_positions if op.state else route.positions)[op.layers]
+        index = self.core.start_op(req.flow, positions, pages, op.start, gate, verb, of_state=op.state, staged=staged)
         if index is None:
             return False
         op.work._in_journal |= verb != 0
@@ -293,7 +295,9 @@ class Flows:
     # ------------------------------------------------------------------ receives
 
     def reserve(self, num_pages: int, plans: Mapping[int, PairPlan]) -> int | None:
-        if not self._direct or not num_pages or not 0 < len(plans) <= MAX_WRITERS:
+        if not self._direct or not 0 < len(plans) <= MAX_WRITERS:
+            return None
+        if not num_pages and not any(plan.owes_state for plan in plans.values()):
             return None
         if not self.routes.takes(plans):
             return None
@@ -314,7 +318,7 @@ class Flows:
             page_size=writer.plan.dst_page_size,
             leader=self._decider(),
             told=told,
-            writers=[(rank, len(w.plan.layers), w.plan.src_page_size) for rank, w in req.writers.items()],
+            writers=[(rank, *_owed(w.plan), w.plan.src_page_size) for rank, w in req.writers.items()],
             network=any(lane.is_driven for rank in req.writers if (lane := self.core.peers.lane(rank)) is not None),
             staged=staged,
             pages=req.pages,
@@ -354,6 +358,7 @@ class Flows:
             req.pages,
             prefix_tokens=req.prefix_tokens,
             writers=writers,
+            slot=req.state_slot,
             serial=self.journal.number_receive(req),
         )
         return True
@@ -408,6 +413,8 @@ class Flows:
             for layer, intervals in zip(writer.plan.layers, known.intervals, strict=coverage):
                 for lo, hi in intervals:
                     writer.attested.add((layer,), lo, hi)
+            if writer.plan.state is not None:
+                writer.states.update(itertools.compress(writer.plan.state.layers, known.states))
             writer.aux = known.aux
             if known.sealed is not None:
                 writer.sealed, writer.quiescent = known.sealed, True
@@ -438,6 +445,11 @@ class Flows:
 
     def _standing_still(self) -> AbstractContextManager[None]:
         return self.notices.standing_still()
+
+
+def _owed(plan: PairPlan) -> tuple[int, int]:
+    """How many layers a writer owes, and of how many layers the state."""
+    return len(plan.layers), 0 if plan.state is None else len(plan.state.layers)
 
 
 def _both(one: Callable[[], bool] | None, other: Callable[[], bool]) -> Callable[[], bool]:

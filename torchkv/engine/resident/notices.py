@@ -230,6 +230,7 @@ class Notices:
                 prefix_tokens=body.prefix_tokens,
                 pages=body.pages,
                 writers=as_ranks(body.writers),
+                state_slot=body.state_slot,
                 flow=flow,
             )
             self._sender.grants.meet(grant, now)
@@ -286,10 +287,10 @@ class Notices:
         if writer is None:
             return
         if kind == WRITTEN:
-            layers = list(writer.plan.layers[head >> 8 & 0xFFFFFF : head >> 32])
             if lo >= 0 and nbytes >= 0:
+                layers, state = _layers_at(writer.plan, head >> 8 & 0xFFFFFF, head >> 32)
                 path = self._path(source, writer.plan)
-                self._receiver.on_attest(source, Attest(generation, layers, lo, hi, nbytes, path), now)
+                self._receiver.on_attest(source, Attest(generation, layers, lo, hi, nbytes, path, state), now)
         elif kind == AUX and len(writer.aux) < MAX_AUX:
             writer.aux += np.array(words[3:7], dtype=np.int64).tobytes()[: head >> 8 & 0xFF]
         elif kind == PROMISE:
@@ -297,3 +298,11 @@ class Notices:
                 self._receiver.promised(source, req)
         elif kind == SEAL and hi == len(writer.aux) and lo >= 0:
             self._receiver.on_seal(source, Seal(generation, lo, writer.aux), now)
+
+
+def _layers_at(plan: PairPlan, first: int, last: int) -> tuple[list[int], bool]:
+    """The layers at positions [first, last) of a plan, and whether they are those of states."""
+    paged = len(plan.layers)
+    if first < paged or plan.state is None:
+        return list(plan.layers[first:last]), False
+    return list(plan.state.layers[first - paged : max(last - paged, 0)]), True

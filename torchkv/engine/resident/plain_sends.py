@@ -186,6 +186,7 @@ class PlainSends:
             peer_flow=grant.flow,
             generation=grant.generation,
             pages=grant.pages,
+            slot=grant.state_slot,
             serial=self._journal.next_serial(),
             begun=int(req.begun_at * 1e9),
         )

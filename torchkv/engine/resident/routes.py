@@ -32,11 +32,15 @@ MAX_LAYER_SETS = 1024  # sets of layers whose positions are remembered for one p
 
 
 class _Positions(dict[tuple[int, ...], Int64Array]):
-    """Layers -> their positions in the plan, ascending; those that it does not owe are left out. Made when asked."""
+    """Layers -> their positions in the plan, ascending; those that it does not owe are left out. Made when asked.
 
-    def __init__(self, plan: PairPlan) -> None:
+    plan: None stands for one without layers. first: the position of its first layer.
+    """
+
+    def __init__(self, plan: PairPlan | None, first: int = 0) -> None:
         super().__init__()
-        self._position = {layer: position for position, layer in enumerate(plan.layers)}
+        layers = () if plan is None else plan.layers
+        self._position = {layer: position for position, layer in enumerate(layers, first)}
 
     def __missing__(self, layers: tuple[int, ...]) -> Int64Array:
         if len(self) >= MAX_LAYER_SETS:
@@ -47,10 +51,12 @@ class _Positions(dict[tuple[int, ...], Int64Array]):
 
 
 class Route:
-    """A plan towards a peer, as the loop reads it. launches, packs: of kernels that copy the pages, and pack them.
-    lane: of pages that are not mapped. stages: whether they can be packed into a standing stage there; staged: whether
-    they are if nobody says otherwise. path: as which `KVWork.path` and dumps count its bytes then. num_pages: of the
-    peer.
+    """A plan towards a peer, as the loop reads it.
+
+    launches, states: of kernels that copy the pages, and the state; packs: of those that pack the pages. lane: of pages
+    that are not mapped. stages: whether they can be packed into a standing stage there; staged: whether they are if
+    nobody says otherwise. path: as which `KVWork.path` and dumps count its bytes then. size: pages and state slots of
+    the peer.
 
     A route through the network ends with its lane.
     """
@@ -63,12 +69,13 @@ class Route:
         connection: PeerConnection,
         *,
         launches: Launches | None = None,
+        states: Launches | None = None,
         packs: Launches | None = None,
         lane: NetworkLane | None = None,
         stages: bool = False,
         staged: bool = False,
         path: str = "direct",
-        num_pages: int,
+        size: tuple[int, int],
     ) -> None:
         self.plan = plan  # kept, because routes are found by its id
         self.connection = connection
@@ -96,15 +103,17 @@ class Route:
             connection.rank,
             geometry=words,
             kernels=None if launches is None else launches.words,
+            state_kernels=None if states is None else states.words,
             packs=None if packs is None else packs.words,
             src_page=plan.src_page_size,
             dst_page=plan.dst_page_size,
-            max_page=num_pages,
+            max_page=size[0],
+            max_slot=size[1] if plan.owes_state else 0,
             network=lane is not None,
             staged=staged,
-            keep=(launches, packs),
+            keep=(launches, states, packs),
         )
-        self.positions = _Positions(plan)
+        self.positions, self.state_positions = _Positions(plan), _Positions(plan.state, len(plan.layers))
 
     @property
     def usable(self) -> bool:
@@ -115,7 +124,8 @@ class Routes:
     """The routes of one rank, each made when it is first asked for.
 
     core, local, connections, kernels: see `torchkv.engine.resident.flows.Flows`. puts: False where pages that are not
-    mapped are not to be put by the loop. sends_to: whether a send to a rank is on the loop. num_pages: of a rank.
+    mapped are not to be put by the loop. sends_to: whether a send to a rank is on the loop. size: pages and state slots
+    of a rank.
     """
 
     def __init__(
@@ -127,9 +137,9 @@ class Routes:
         kernels: Kernels | None,
         puts: bool,
         sends_to: Callable[[int], bool],
-        num_pages: Callable[[int], int],
+        size: Callable[[int], tuple[int, int]],
     ) -> None:
-        self._num_pages = num_pages
+        self._size = size
         self.known: dict[tuple[int, int], Route] = {}  # by rank and the plan's id
         self._core = core
         self._local = local
@@ -190,9 +200,13 @@ class Routes:
             return None
         if not connection.direct:
             return self._of_puts(rank, plan, connection)
-        launches = None if self._kernels is None else self._kernels.launches(plan, connection)
-        if self._kernels is not None and launches is None:
-            return None
+        launches = states = None
+        if self._kernels is not None:
+            if plan.owes_state and plan.state is not None:
+                states = self._kernels.launches(plan.state, connection, first=len(plan.layers))
+            launches = self._kernels.launches(plan, connection) if plan.segments else states
+            if launches is None or (plan.owes_state and states is None):
+                return None
         stages, packs = self._packing(rank, plan, None)
         route = Route(
             self._core,
@@ -200,16 +214,18 @@ class Routes:
             self._local,
             connection,
             launches=launches,
+            states=states,
             packs=packs,
             stages=stages,
-            num_pages=self._num_pages(rank),
+            size=self._size(rank),
         )
         return self._learn(rank, route)
 
     def _can_copy(self, plan: PairPlan) -> bool:
-        """Whether all that the loop would do for a plan is to copy pages, or, in host memory, to convert them."""
-        has_state = plan.state is not None and bool(plan.state.segments)
-        return bool(plan.segments) and not has_state and (self._kernels is None or not plan.converts)
+        """Whether the loop only has to copy pages and states, or to convert pages in host memory."""
+        if self._kernels is not None and (plan.converts or (plan.owes_state and not self._kernels.copies_states)):
+            return False
+        return bool(plan.parts)
 
     def is_current(self, rank: int, route: Route) -> bool:
         """Whether a route still leads to the peer, and need not become one that can stage."""
@@ -221,7 +237,7 @@ class Routes:
 
     def _packing(self, rank: int, plan: PairPlan, lane: NetworkLane | None) -> tuple[bool, Launches | None]:
         """Whether the loop can pack a plan into a stage of ``rank``, and the kernels that it needs for that."""
-        if self.stages is None or not fits(plan, self.stages.to(rank, lane)):
+        if self.stages is None or plan.owes_state or not fits(plan, self.stages.to(rank, lane)):
             return False, None
         if self._kernels is None:
             return True, None
@@ -245,7 +261,7 @@ class Routes:
             stages=stages,
             staged=staged,
             path=self.path(rank, plan),
-            num_pages=self._num_pages(rank),
+            size=self._size(rank),
         )
         if not staged and not route.has_keys:
             return None
@@ -295,7 +311,8 @@ class Routes:
 
     def _is_taken(self, rank: int, plan: PairPlan) -> bool:
         """Whether the loop of a writer copies a plan, puts it, or stages it; else its Python does."""
-        if self.stages is not None and self.stages.grants and self._of_pieces(plan) is None:
+        may_stage = self.stages is not None and self.stages.grants and not plan.owes_state
+        if may_stage and self._of_pieces(plan) is None:
             return False  # its loop may stage, and cannot know that this one is not ready
         if self._connections[rank].direct:
             return True
@@ -306,9 +323,9 @@ class Routes:
     def _may_stage(self, plan: PairPlan, lane: NetworkLane | None) -> bool:
         """Whether its writer's loop may stage a plan, and its reader's has to be ready for that: both ends agree.
 
-        To a process of this host, short runs are Python's: by measured costs it puts or stages them.
+        To a process of this host, short runs are Python's: by measured costs it puts or stages them. States are put.
         """
-        if self.stages is None or lane is None or not lane.is_driven:
+        if self.stages is None or lane is None or not lane.is_driven or plan.owes_state:
             return False
         return not _is_coarse(plan) or any(segment.rows.run <= MAX_STAGED_RUN for segment in plan.segments)
 
@@ -316,7 +333,8 @@ class Routes:
         """How the loop unpacks the pieces of writers, by rank: any of them may stage."""
         if self.stages is None or not self.stages.grants:
             return {}
-        return {rank: pieces for rank, plan in plans.items() if (pieces := self._of_pieces(plan)) is not None}
+        paged = {rank: plan for rank, plan in plans.items() if not plan.owes_state}
+        return {rank: pieces for rank, plan in paged.items() if (pieces := self._of_pieces(plan)) is not None}
 
     def _of_pieces(self, plan: PairPlan) -> Pieces | None:
         """How the loop unpacks pieces of a plan; None while the kernels are not loaded."""
@@ -343,5 +361,5 @@ def _costs(connection: PeerConnection, lane: NetworkLane | None, assumed: Costs)
 
 def _is_coarse(plan: PairPlan) -> bool:
     """Whether the loop can put a plan: bytes as they are, in runs that are not short. Both ends decide alike."""
-    rows = [segment.rows for segment in plan.segments]
+    rows = [segment.rows for part in plan.parts for segment in part.segments]
     return not plan.converts and all(row.run >= MIN_RUN and row.per_pair <= MAX_ROWS for row in rows)

@@ -43,10 +43,7 @@ def bound_grant(group_map: GroupMap, src: int, message: Grant) -> BoundGrant:
         flow=message.flow,
         absent_tokens=message.absent_tokens,
     )
-    slot, state = grant.state_slot, grant.plan.state
-    owes = state is not None and state.segments
-    if (slot is None and owes) or (slot is not None and slot >= peer.num_slots):
-        raise ProtocolError(f"grant of {group_map.name(src)} names state slot {slot}, it has {peer.num_slots} slots")
+    _check_slot(group_map, src, grant)
     return grant
 
 
@@ -59,6 +56,7 @@ def loop_grant(
     prefix_tokens: int,
     pages: Int64Array,
     writers: tuple[int, ...],
+    state_slot: int | None,
     flow: int,
 ) -> BoundGrant:
     """As `bound_grant`, of a grant that the resident loop was told of: as words, which may be any.
@@ -76,18 +74,24 @@ def loop_grant(
         )
     _check_writers(group_map, src, writers)
     check_inside(pages, group_map.info[src].num_pages)
-    plan = group_map.of(request).plan(group_map.rank, writers, src)
-    if plan.state is not None and plan.state.segments:
-        raise ProtocolError(f"grant of {group_map.name(src)} names no state slot")
-    return BoundGrant(
+    grant = BoundGrant(
         dst=src,
         generation=generation,
         request=request,
         prefix_tokens=prefix_tokens,
         pages=pages,
-        plan=plan,
+        plan=group_map.of(request).plan(group_map.rank, writers, src),
+        state_slot=state_slot,
         flow=flow,
     )
+    _check_slot(group_map, src, grant)
+    return grant
+
+
+def _check_slot(group_map: GroupMap, src: int, grant: BoundGrant) -> None:
+    slot, num_slots = grant.state_slot, group_map.info[src].num_slots
+    if grant.plan.owes_state if slot is None else not 0 <= slot < num_slots:
+        raise ProtocolError(f"grant of {group_map.name(src)} names state slot {slot}, it has {num_slots} slots")
 
 
 def _check_writers(group_map: GroupMap, src: int, writers: tuple[int, ...]) -> None:

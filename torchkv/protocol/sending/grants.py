@@ -68,12 +68,12 @@ class Grants:
         return not unmet.refusing and unmet.grant((request, dst)) is None and self._may_begin(request, dst)
 
     def waiting(self, request: str, dst: int) -> BoundGrant | None:
-        """The grant that a request would bind which began now, if it is of pages alone.
+        """The grant that a request would bind which began now, if no pages of its prefix are absent.
 
         None also if anything stands against that request: then `check_revocation` and `OpenSends.check_room` say what.
         """
         grant = self.unmet.grant((request, dst))
-        if grant is None or grant.absent_tokens or grant.state_slot is not None:
+        if grant is None or grant.absent_tokens:
             return None
         return grant if self._may_begin(request, dst) else None
 

@@ -34,11 +34,14 @@ def first_missing(
 def is_whole(group_map: GroupMap, req: SenderRequest) -> bool:
     """Whether every page up to the highest one was sent of every layer: then a grant of as many pages misses none.
 
-    Of a request that waits for its grant. Windows may allow less: then Python looks again once the grant is there.
+    And every state. Of a request that waits for its grant. Windows may allow less: then Python looks again once the
+    grant is there.
     """
     plan, _ = likely_plan(group_map, req.request, req.dst)
-    if not req.num_pages:
+    if plan.state is not None and not req.states.issuperset(plan.state.layers):
         return False
+    if not req.num_pages:
+        return not plan.layers
     if req.sent_all_of(plan.layers):
         return True
     pages = [(0, req.num_pages * plan.src_page_size)]

@@ -199,7 +199,7 @@ class Sender:
         if req.flow is None or grant is None or req.finish is not None or flows is None or not req.num_pages:
             return False
         plan = grant.plan
-        if plan.state is not None and plan.state.layers:
+        if plan.state is not None and not req.states.issuperset(plan.state.layers):
             return False
         fits = seal_matches(req.num_pages, plan.src_page_size, len(grant.pages), plan.dst_page_size)
         if not fits or not req.sent_all_of(plan.layers) or not flows.may_finish(aux):

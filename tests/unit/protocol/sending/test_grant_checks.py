@@ -16,7 +16,8 @@ READER = 1
 
 
 def words(**changed: Any) -> dict[str, Any]:
-    made = {"name": b"r", "generation": 3, "prefix_tokens": 8, "pages": [5, 6], "writers": (0,), "flow": 2, **changed}
+    made = {"name": b"r", "generation": 3, "prefix_tokens": 8, "pages": [5, 6], "writers": (0,), "flow": 2}
+    made |= {"state_slot": None, **changed}
     return made | {"pages": np.array(made["pages"], dtype=np.int64)}
 
 
@@ -27,7 +28,7 @@ def in_a_message(given: dict[str, Any]) -> Grant:
         given["prefix_tokens"],
         pack_pages(given["pages"]),
         list(given["writers"]),
-        None,
+        given["state_slot"],
         given["flow"],
     )
 
@@ -49,6 +50,7 @@ def test_it_is_the_grant_that_a_message_would_be() -> None:
         {"writers": (0, 5)},  # a rank that there is not
         {"pages": [5, -1]},
         {"pages": [1 << 40]},
+        {"state_slot": 0},  # it has no slots
     ],
 )
 def test_what_a_message_is_refused_for_is_refused(changed: dict[str, Any]) -> None:

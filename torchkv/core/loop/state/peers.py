@@ -36,9 +36,10 @@ class Record(TypedDict):
 
 
 class Grant(TypedDict):
-    """The body of a grant, in its receiver's segment. Behind it lie the name and the page ids: `grants`.
+    """The body of a grant, in its receiver's segment. Behind it lie the name and the ids: `grants`.
 
-    hash0, hash1: of the name. writers: a bit for each. prefix: tokens. name_nbytes: of the name in UTF-8.
+    hash0, hash1: of the name. writers: a bit for each. prefix: tokens. name_nbytes: of the name in UTF-8. num_slots: 1
+    if a state slot is granted, too, else 0.
     """
 
     generation: int
@@ -48,7 +49,7 @@ class Grant(TypedDict):
     prefix: int
     num_pages: int
     name_nbytes: int
-    spare: int
+    num_slots: int
 
 
 class Peer(TypedDict):

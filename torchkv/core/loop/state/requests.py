@@ -18,8 +18,10 @@ class Way(TypedDict):
 
     peer: int
     max_page: int
+    max_slot: int
     geometry: int
     kernels: int
+    state_kernels: int
     packs: int
     src_page: int
     dst_page: int
@@ -29,14 +31,15 @@ class Way(TypedDict):
 class Send(TypedDict):
     """A sender request that waits for its grant, or is bound to it. ``peer`` is the receiver, ``peer_flow`` its flow.
 
-    geometry, ids: addresses of the plan's segments and of the granted page ids. granted: tokens. prefix: tokens before
-    them that the receiver holds. src_page, dst_page: page sizes in tokens. running: ops that have not ended. finish:
-    pages that the caller's ``finish`` says, and num_pages: the same once the loop knows; -1 before. aux, aux_nbytes:
-    address and length of its bytes. due: 1 once the seal is. started: 1 after its first op. moved: bytes so far.
+    geometry, ids: addresses of the plan's segments and of the granted page ids, behind which lies the receiver's state
+    slot if it is owed any state. granted: tokens. prefix: tokens before them that the receiver holds. src_page,
+    dst_page: page sizes in tokens. running: ops that have not ended. finish: pages that the caller's ``finish`` says,
+    and num_pages: the same once the loop knows; -1 before. aux, aux_nbytes: address and length of its bytes. due: 1
+    once the seal is. started: 1 after its first op. moved: bytes so far.
 
     Of one that waits: hash0, hash1, writers: as the grant must have them. max_page: the receiver's pages are below
-    this. next: flow + 1 of the next send of its bucket. first, last: its ops, -1 if there is none. reach: the highest
-    page of them, or -1.
+    this, and its state slots below max_slot, which is 0 if it is owed no state. next: flow + 1 of the next send of its
+    bucket. first, last: its ops, -1 if there is none. reach: the highest page of them, or -1.
 
     network: 1 if the pages are put through the network, 2 if that needs no driving. staged: 1 if they are packed into a
     standing stage there, unless an op says otherwise. promise: 1 once the receiver is to be promised that nothing is
@@ -45,8 +48,8 @@ class Send(TypedDict):
     For the `journal`: serial: names the request to Python, or 0. verb: FINISH if ``finish`` is to be recorded, and
     operation: its number. begun, finished: when the first verb was called and ``finish`` was taken, in nanoseconds.
 
-    On a GPU: kernels: address of the plan's launch table, if kernels copy the pages, and packs: of its pack table, if
-    they pack them; else 0. gated: grows with each look at a shut gate. flying:
+    On a GPU: kernels, state_kernels: addresses of the plan's launch tables, if kernels copy the pages and the state,
+    and packs: of its pack table, if they pack the pages; else 0. gated: grows with each look at a shut gate. flying:
     ops whose kernels are enqueued. hinted: 1 while its receiver is told that the seal comes soon. Of the send's part of
     the `World`'s ``ids``: ids_used: words that are taken, 0 before the first launch. src_at, src_count: where the page
     ids of the latest op lie in it. ids_posted: what the completion word will be once nobody reads this part any more;
@@ -75,6 +78,7 @@ class Send(TypedDict):
     hash1: int
     writers: int
     max_page: int
+    max_slot: int
     next: int
     first: int
     last: int
@@ -83,6 +87,7 @@ class Send(TypedDict):
     staged: int
     promise: int
     kernels: int
+    state_kernels: int
     packs: int
     gated: int
     flying: int
@@ -100,6 +105,8 @@ class Send(TypedDict):
 
 class Op(TypedDict):
     """A verb towards one receiver: pages [start, start + count) with the ids at the address ``ids``.
+
+    of_state: 1 if it is of layers' states: then ``ids`` has the slot, which is treated as a page of one token.
 
     positions: address of the verb's layers, as positions among the plan's, ascending; how many of them. at, segment,
     ordinal: what is copied next. arrived: positions whose bytes are in the receiver's pages. told: those that it knows
@@ -119,6 +126,7 @@ class Op(TypedDict):
     """
 
     flow: int
+    of_state: int
     positions: int
     num_positions: int
     ids: int
@@ -148,7 +156,8 @@ class Op(TypedDict):
 
 
 class Writer(TypedDict):
-    """A writer of a receive. layers: that it owes. page_size: its own. sealed: pages of its seal, or -1.
+    """A writer of a receive. layers: that it owes; their positions come first. states: layers whose state it owes;
+    theirs come behind. page_size: its own. sealed: pages of its seal, or -1.
 
     flow: its own, which the seal tells. aux_nbytes: that have come. told: 1 once its grant has gone into the network.
     geometry: address of the plan's segments, if its pieces may be unpacked here, else 0. kernels: of the pack table, if
@@ -158,6 +167,7 @@ class Writer(TypedDict):
 
     rank: int
     layers: int
+    states: int
     page_size: int
     sealed: int
     flow: int
@@ -170,7 +180,7 @@ class Writer(TypedDict):
 
 
 class Receive(TypedDict):
-    """A receive. cover: address of int64 ``[writers, layers, 1 + 2 * MAX_INTERVALS]``: a count, then the intervals.
+    """A receive. cover: address of int64 ``[writers, positions, 1 + 2 * MAX_INTERVALS]``: a count, then the intervals.
 
     leader: of the instance, `ALONE` or `NOBODY`. told: messages that Python had sent to the leader before this request
     was posted. page_size: of this rank. nbytes: that have arrived. ids: address of its page ids. unpacks: whether
@@ -188,7 +198,7 @@ class Receive(TypedDict):
     page_size: int
     leader: int
     told: int
-    layers: int
+    positions: int
     cover: int
     num_writers: int
     nbytes: int

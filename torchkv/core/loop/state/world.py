@@ -79,8 +79,8 @@ class World(TypedDict):
     and with each call that Python completes; sleepers: callers that sleep until then. listeners: callers that wait for
     quiet events, too: then none is. lock, wanted: a caller that wants the loop to stand still
     sets ``wanted`` and takes ``lock``. heed: whether Python's thread is woken for grants that are not bound here.
-    granted: ``event_tail`` after the last of them. granted_ids: address of int64 ``[MAX_FLOWS, MAX_GRANTED]``, the page
-    ids of sends that were bound here. buckets: flow + 1 of the first waiting send of each, by hash. due: messages that
+    granted: ``event_tail`` after the last of them. granted_ids: address of int64 ``[MAX_FLOWS, GRANTED_IDS]``, of
+    sends that were bound here. buckets: flow + 1 of the first waiting send of each, by hash. due: messages that
     wait for room: (kind | rank << 8, flow, generation). queue: ops that copy. unfinished: sends of which more ops are
     expected. turn: bytes that a thread copies in one step: how long a message may wait. window: records that may wait
     in a mailbox. one: the word 1. record, src, dst, length: scratch. Of the instance that this rank leads, by peer and
