@@ -21,11 +21,15 @@ from tests.helpers.ranks.small_cache import meet
 from torchkv import Component, KVCache, KVLayout, KVProcessGroup, KVWork, State
 
 __all__ = [
+    "AUX",
+    "NUM_PAGES",
+    "NUM_SLOTS",
     "PAGE_SIZE",
     "PATIENCE",
     "STATES",
     "SUBSET",
     "WAYS",
+    "Sending",
     "Setting",
     "Truth",
     "adopted",
