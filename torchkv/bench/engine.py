@@ -24,6 +24,7 @@ from torchkv.cache import KVCache
 from torchkv.engine.work import KVWork
 from torchkv.errors import KVError
 from torchkv.group.process_group import KVProcessGroup, current_group
+from torchkv.layout.component import State
 from torchkv.layout.conversion import convert
 from torchkv.layout.layout import KVLayout
 
@@ -31,6 +32,8 @@ __all__ = ["CASES", "EngineCase", "EngineResult", "Pages", "Setup", "Written", "
 
 LAYERS = 32
 HEADS, SLICE = 8, 2  # kv heads of a page, and those that a reader of slices holds
+STATE = State("ssm", (32, 64, 128), torch.float32, shard_dim=0, layers=tuple(range(24)))  # of hybrid models
+STATE_NBYTES = len(STATE.layers or ()) * math.prod(STATE.shape) * STATE.dtype.itemsize  # of a request
 PAGE_NBYTES = 16 * HEADS * 128 * 2  # of one component: 16 tokens, all kv heads, bf16
 MEMORY = 5 << 29  # bytes of pages on each side, at most
 WARM = 4  # requests before the first that counts
@@ -49,29 +52,36 @@ class EngineCase:
     """Requests of ``pages`` pages in each of 32 layers, by one ``send_pages`` or by 32 ``send_layer``.
 
     slices: the reader holds two of eight kv heads, in runs of 512 bytes: four times as many pages for as many bytes.
-    converts: the reader's pages are fp8, the writer's bf16.
+    converts: the reader's pages are fp8, the writer's bf16. hybrid: with a state in 24 of the layers, 1 MiB each, sent
+    behind the pages of its layer, or by ``finish``.
     """
 
     pages: int
     by_layer: bool
     slices: bool = False
     converts: bool = False
+    hybrid: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the reader's pages."""
+        """Bytes of the reader's pages and state."""
         stored = self.stored // 2 if self.converts else self.stored
         return stored * SLICE // HEADS if self.slices else stored
 
     @property
     def stored(self) -> int:
-        """Bytes of the writer's pages."""
-        return 2 * LAYERS * self.pages * PAGE_NBYTES
+        """Bytes of the writer's pages and state."""
+        return 2 * LAYERS * self.pages * PAGE_NBYTES + (STATE_NBYTES if self.hybrid else 0)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is pages alone, of one layout on both sides."""
+        return not (self.slices or self.converts or self.hybrid)
 
     @property
     def name(self) -> str:
         verb = f"{LAYERS} x send_layer" if self.by_layer else "send_pages"
-        kind = " slices" if self.slices else " to fp8" if self.converts else ""
+        kind = " slices" if self.slices else " to fp8" if self.converts else " hybrid" if self.hybrid else ""
         return f"{self.nbytes / 1e6:.1f} MB{kind}, {verb}"
 
 
@@ -80,6 +90,7 @@ CASES = (
     EngineCase(256, False),
     *(EngineCase(pages, False, slices=True) for pages in (64, 256)),
     *(EngineCase(32, by_layer, converts=True) for by_layer in (False, True)),
+    *(EngineCase(4, by_layer, hybrid=True) for by_layer in (False, True)),
 )
 
 
@@ -149,7 +160,7 @@ class EngineResult:
 
 
 class Pages:
-    """The pages of one side: slot s of the benchmark has ids ``ids[s]``, shuffled."""
+    """The pages of one side: slot s of the benchmark has ids ``ids[s]``, shuffled, and the state slot ``states[s]``."""
 
     def __init__(self, setup: Setup, rank: int) -> None:
         self._converted = setup.case.converts
@@ -161,21 +172,25 @@ class Pages:
             dtype=torch.float8_e4m3fn if self._converted and rank else torch.bfloat16,
             accept=(torch.bfloat16,) if self._converted and rank else (),
             tp_size=HEADS // SLICE if setup.case.slices and rank else 1,
+            states=(STATE,) if setup.case.hybrid else (),
         )
         if setup.device == "cuda":
             torch.cuda.set_device(rank % torch.cuda.device_count())
         count = setup.slots * setup.case.pages
-        self.cache = KVCache.empty(layout, count, device=setup.device)
+        self.cache = KVCache.empty(layout, count, device=setup.device, num_slots=setup.slots)
         self.ids = np.random.default_rng().permutation(count).reshape(setup.slots, setup.case.pages)
+        self.states = np.random.default_rng().permutation(setup.slots) if setup.case.hybrid else None
 
     def fill(self, seed: int) -> None:
         """Random bytes for this seed, in the order of slots; whichever pages those are."""
         for number, tensor in enumerate(self._tensors()):
             tensor[self._order()] = self._source(seed, number, tensor)
+        for number, tensor in enumerate(self._slots()):
+            tensor[torch.from_numpy(self.states)] = self._state(seed, number, tensor)
         self._synchronize()
 
     def poison(self) -> None:
-        for tensor in self._tensors():
+        for tensor in (*self._tensors(), *self._slots()):
             tensor.view(torch.uint8).fill_(0xAB)
         self._synchronize()
 
@@ -187,12 +202,30 @@ class Pages:
             if self._converted:
                 expected = convert(expected.view(torch.bfloat16), torch.float8_e4m3fn).view(torch.uint8)
             total += tensor.itemsize * int((tensor[self._order()] != expected).sum())
+        for number, tensor in enumerate(self._slots()):
+            arrived = tensor[torch.from_numpy(self.states)]
+            total += tensor.itemsize * int((arrived != self._state(seed, number, tensor)).sum())
         return total
 
     def _tensors(self) -> list[torch.Tensor]:
         """The pages as integers of their elements' size."""
         tensors = [t for name in ("k", "v") for t in self.cache[name] if t is not None]
         return [t.view(torch.int16 if t.itemsize == 2 else torch.uint8) for t in tensors]
+
+    def slot(self, number: int) -> int | None:
+        """The state slot of slot ``number`` of the benchmark, if there is state."""
+        return None if self.states is None else int(self.states[number])
+
+    def _slots(self) -> list[torch.Tensor]:
+        """The state slots of each layer that has any."""
+        if self.states is None:
+            return []
+        return [t.view(torch.int32) for t in self.cache.state(STATE.name) if t is not None]
+
+    def _state(self, seed: int, number: int, like: torch.Tensor) -> torch.Tensor:
+        generator = np.random.default_rng((seed, LAYERS * 2 + number))
+        words = generator.integers(-(1 << 31), 1 << 31, like.numel(), dtype=np.int32)
+        return torch.from_numpy(words).view(like.shape).to(like.device)
 
     def _order(self) -> torch.Tensor:
         return torch.from_numpy(self.ids.reshape(-1))
@@ -236,9 +269,11 @@ class _Request(Pending):
 class _Send(_Request):
     """A request at the writer."""
 
-    def __init__(self, kv: KVProcessGroup, name: str, ids: np.ndarray[Any, Any], by_layer: bool) -> None:
+    def __init__(
+        self, kv: KVProcessGroup, name: str, ids: np.ndarray[Any, Any], slot: int | None, by_layer: bool
+    ) -> None:
         super().__init__(None)
-        self._kv, self._name, self._ids = kv, name, ids
+        self._kv, self._name, self._ids, self._slot = kv, name, ids, slot
         self._layers = iter(range(LAYERS))
         if not by_layer:
             kv.send_pages(name, ids, 1)
@@ -250,8 +285,10 @@ class _Send(_Request):
             return False
         if (layer := next(self._layers, None)) is not None:
             self._kv.send_layer(self._name, layer, self._ids, 1)
+            if self._slot is not None and layer in (STATE.layers or ()):
+                self._kv.send_state(self._name, layer, self._slot, 1)
         if layer is None or layer == LAYERS - 1:
-            self._work = self._kv.finish(self._name, 1)
+            self._work = self._kv.finish(self._name, 1, state_slot=self._slot)
         return self._work is None
 
 
@@ -293,7 +330,8 @@ def _write(setup: Setup, seed: int) -> Written:
     kv.register(pages.cache, instance="prefill")
 
     def begin(number: int) -> Pending:
-        return _Send(kv, f"request {number}", pages.ids[number % setup.slots], setup.case.by_layer)
+        slot = number % setup.slots
+        return _Send(kv, f"request {number}", pages.ids[slot], pages.slot(slot), setup.case.by_layer)
 
     loop = Loop(begin, flight=setup.flight, polled=setup.polled)
     with busy_thread(on=setup.busy):
@@ -311,7 +349,7 @@ def _read(setup: Setup, seed: int) -> int:
         pages.poison()
         for slot in range(setup.slots):
             request = number * setup.slots + slot
-            posted[request] = kv.recv_pages(f"request {request}", pages.ids[slot], 0)
+            posted[request] = kv.recv_pages(f"request {request}", pages.ids[slot], 0, state_slot=pages.slot(slot))
 
     def after(number: int) -> None:
         nonlocal wrong

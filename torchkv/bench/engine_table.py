@@ -40,7 +40,8 @@ def run(argv: Sequence[str]) -> int:
     say(f"# torchkv bench engine: {machine(args.device)}; 32 layers, steps of 200 us, every byte checked")
     say("# floor_us: the loop's own steps, as long as while both loops run and nothing is sent, or the copy")
     say("# lost_us: by which the steps of a request took longer")
-    say("# of copy: the rate of all requests as a part of the copy's; slices: two of eight kv heads; to fp8: from bf16")
+    say("# of copy: the rate of all requests as a part of the copy's")
+    say("# slices: two of eight kv heads; to fp8: from bf16; hybrid: with state in 24 layers")
     if args.apart:
         say("# both processes are of this host, but use TCP on loopback as if on two; the copy is memcpy all the same")
     if nixl is None:
@@ -51,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
         if not setup.fits:
             say(f"{setup.case.name:27} flight {setup.flight}: left out, its pages take more than 2.5 GiB")
             continue
-        compared = nixl is not None and not args.no_nixl and not (setup.case.slices or setup.case.converts)
+        compared = nixl is not None and not args.no_nixl and setup.case.is_plain
         rival = _run_nixl(setup) if compared else None
         result = run_engine(setup)
         for one in filter(None, (rival, result)):
