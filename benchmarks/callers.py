@@ -1,8 +1,12 @@
 """What the verbs of a request cost the threads that call them: one after the other, and in a serving engine's loop.
 
-In the loop the thread computes in Python for 200 us between two calls, so that every call finds the caches cold. The
-receiver has granted before the first verb, and nobody waits: both sides ask until their work is complete. Calls name
+In the loop the thread computes in Python for 200 us between two calls, so that every call finds the caches cold. Eight
+requests follow each other, as in a step of an engine under load; no call waits for anything. The receiver has granted
+them before the first verb, and nobody waits for their end: both sides ask until their works are complete. Calls name
 the peer's rank, or, as engines do, an instance and nobody: then the receiver also holds a prefix.
+
+A thread that has slept finds its core asleep and its caches empty: then a call takes several times as long, whatever it
+does. The first request of each eight has slept.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ from torchkv.layout.layout import KVLayout
 __all__ = ["CallersResult", "callers_cost", "run"]
 
 LAYERS, PAGES = 32, 256
-ROUNDS, WARM_UP = 80, 20
+FLIGHT = 8  # requests one after another
+ROUNDS, WARM_UP = 20, 5  # of that many requests
 SEND_US, SEND_PAGES_US, REQUEST_US = 5.0, 10.0, 300.0  # gates
 
 Times = dict[str, list[float]]  # by verb: seconds
@@ -41,7 +46,8 @@ Times = dict[str, list[float]]  # by verb: seconds
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallersResult:
     """One way to call. Microseconds: (p50, p99) of each verb by the clock; of a whole request in ``send_layer`` calls
-    the median processor time of the writer's thread and of the reader's, asking until the end included. wrong: bytes.
+    the median processor time of the writer's thread and of the reader's, asking until the end included, a round's part.
+    wrong: bytes.
     """
 
     way: str
@@ -86,7 +92,7 @@ def _percentiles(seconds: list[float]) -> tuple[float, float]:
 
 
 class _Caller:
-    """Times calls, and a request's processor time. gap: what the thread does between two calls, which is not counted.
+    """Times calls, and the processor time of a round. gap: what the thread does between two calls; it does not count.
 
     Without a gap nothing but the clock is read between two calls: a system call there would cool the caches.
     """
@@ -113,13 +119,17 @@ class _Caller:
         call()
         self._since = time.thread_time()
 
-    def end(self, work: KVWork) -> None:
-        """Asks until the request has ended."""
-        while not work.is_completed():
-            if self._gap is not None:
-                self.apart(self._gap)
+    def end(self, works: list[KVWork]) -> None:
+        """Asks until all requests have ended."""
+        for work in works:
+            while not work.is_completed():
+                self.apart(self._gap or _doze)
         self._spent += time.thread_time() - self._since
-        self.times.setdefault("request", []).append(self._spent)
+        self.times.setdefault("request", []).append(self._spent / len(works))
+
+
+def _doze() -> None:
+    time.sleep(STEP_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,14 +161,14 @@ def _rest(gap: Callable[[], object] | None) -> None:
         gap()
 
 
-def _cache(device: str) -> tuple[KVProcessGroup, KVCache]:
+def _cache(device: str, num_pages: int) -> tuple[KVProcessGroup, KVCache]:
     kv = current_group(None)
     layout = KVLayout.gqa(num_layers=LAYERS, num_kv_heads=1, head_dim=8, page_size=8, dtype=torch.bfloat16)
     where = torch.device("cpu")
     if device == "cuda":
         where = torch.device("cuda", kv.rank() % torch.cuda.device_count())
         torch.cuda.set_device(where)
-    cache = KVCache.empty(layout, PAGES, device=where)
+    cache = KVCache.empty(layout, num_pages, device=where)
     kv.register(cache, instance=f"rank {kv.rank()}")
     return kv, cache
 
@@ -176,48 +186,73 @@ def _order(seed: int) -> Int64Array:
 
 
 def _write(device: str) -> dict[str, Times]:
-    kv, cache = _cache(device)
+    kv, cache = _cache(device, PAGES)
     _fill(cache)
     found = {}
     for name, way in _ways().items():
         caller, whole, dst = _Caller(way.gap), _Caller(way.gap), way.dst
         for turn in range(ROUNDS):
-            request, pages = f"{name} {turn}", _order(turn)
-            send = partial(kv.send_layer, request, origin=way.origin)
             dist.barrier(kv)
             _rest(way.gap)
             caller.begin()
-            caller("first send_layer", partial(send, 0, pages, dst))
-            for layer in range(1, LAYERS):
-                caller("send_layer", partial(send, layer, pages, dst))
-            caller.end(caller("finish", partial(kv.finish, request, dst)))
+            caller.end([_by_layer(kv, caller, f"{name} {turn} {number}", way) for number in range(FLIGHT)])
             dist.barrier(kv)
             _rest(way.gap)
             whole.begin()
-            whole("send_pages", partial(kv.send_pages, f"{request} whole", pages, dst, origin=way.origin))
-            whole.end(kv.finish(f"{request} whole", dst))
+            works = []
+            for number in range(FLIGHT):
+                request, pages = f"{name} {turn} whole {number}", _order(number)
+                whole("send_pages", partial(kv.send_pages, request, pages, dst, origin=way.origin))
+                works.append(whole("finish, whole", partial(kv.finish, request, dst)))
+            whole.end(works)
+        whole.times.pop("finish, whole")
         found[name] = {**whole.times, **caller.times}
     return found
 
 
+def _by_layer(kv: KVProcessGroup, caller: _Caller, request: str, way: _Way) -> KVWork:
+    """Sends a request layer by layer. The work of its end."""
+    pages = _order(int(request.rsplit(maxsplit=1)[-1]))
+    send = partial(kv.send_layer, request, origin=way.origin)
+    caller("first send_layer", partial(send, 0, pages, way.dst))
+    for layer in range(1, LAYERS):
+        caller("send_layer", partial(send, layer, pages, way.dst))
+    work: KVWork = caller("finish", partial(kv.finish, request, way.dst))
+    return work
+
+
 def _read(device: str) -> dict[str, tuple[Times, int]]:
-    kv, cache = _cache(device)
+    kv, cache = _cache(device, FLIGHT * PAGES)
     source = KVCache.empty(cache.layout, PAGES, device=cache.device)
     _fill(source)
     found = {}
     for name, way in _ways().items():
         caller, wrong, held = _Caller(way.gap), 0, way.held
         for turn in range(ROUNDS):
-            for request in (f"{name} {turn}", f"{name} {turn} whole"):
+            for kind in ("", "whole "):
                 for storage in cache.storages:
                     storage.fill_(0xDD)
-                pages = _order(turn + ROUNDS)[held:]
-                recv = partial(kv.recv_pages, request, pages, way.src, prefix_tokens=held * cache.layout.page_size)
+                order = np.random.default_rng(turn).permutation(FLIGHT * PAGES).reshape(FLIGHT, PAGES)[:, held:]
                 caller.begin()
-                work = caller("recv_pages", recv)
+                works = [
+                    caller(
+                        "recv_pages",
+                        partial(
+                            kv.recv_pages,
+                            f"{name} {turn} {kind}{number}",
+                            order[number],
+                            way.src,
+                            prefix_tokens=held * cache.layout.page_size,
+                        ),
+                    )
+                    for number in range(FLIGHT)
+                ]
                 caller.apart(partial(dist.barrier, kv))
-                caller.end(work)
-                sent, received = (torch.from_numpy(ids).to(cache.device) for ids in (_order(turn)[held:], pages))
-                wrong += count_wrong(source, cache, sent, received)
+                caller.end(works)
+                for number in range(FLIGHT):
+                    sent, received = (
+                        torch.from_numpy(ids).to(cache.device) for ids in (_order(number)[held:], order[number])
+                    )
+                    wrong += count_wrong(source, cache, sent, received)
         found[name] = caller.times, wrong
     return found
