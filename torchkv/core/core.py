@@ -217,6 +217,10 @@ class Core:
         """Whether `open_send` and `start_op` would find a flow and an index."""
         return bool(self._free_sends and self._free_ops)
 
+    def has_ops(self, count: int) -> bool:
+        """Whether `start_op` would find so many indices."""
+        return len(self._free_ops) >= count
+
     def bound(self, flow: int) -> tuple[int, int, int, Int64Array, int | None]:
         """Of the grant that a send is bound to: the receiver's flow, generation, prefix, pages, and state slot."""
         sends, ids = self._sends, self.runner.granted_ids

@@ -108,14 +108,11 @@ class PlainVerbs(RecordedVerbs):
         ranks = self.engine.group_map.instances.get(src, ()) if isinstance(src, str) else ()
         return ranks[0] if len(ranks) == 1 else None
 
-    def _sole_target(self, request: str, dst: Peers | None) -> int | None:
-        """The only rank that the instance which is named, or who has granted this request, is sent anything."""
-        ranks: tuple[int, ...] = ()
+    def _targets(self, request: str, dst: Peers | None) -> tuple[int, ...]:
+        """The ranks that the instance which is named, or who has granted this request, is sent to; () if not known."""
         if dst is None:
-            ranks = self.engine.sender.requests.addressed.get(request, ())
-        elif isinstance(dst, str):
-            ranks = self.engine.group_map.known_targets(dst)
-        return ranks[0] if len(ranks) == 1 else None
+            return self.engine.sender.requests.addressed.get(request, ())
+        return self.engine.group_map.known_targets(dst) if isinstance(dst, str) else ()
 
     def _send_plain(
         self,
@@ -132,10 +129,14 @@ class PlainVerbs(RecordedVerbs):
         held = self._plain_layers.get(layers) if type(layers) is int or layers is None else None
         if type(request) is not str or type(start) is not int or start < 0:
             return None
-        rank = dst if type(dst) is int else self._sole_target(request, dst)
-        if rank is None and dst is not None:
-            return None
         if flows is None or held is None or trace.isEnabledFor(logging.DEBUG):
+            return None
+        rank = dst if type(dst) is int else None
+        if rank is None and (ranks := self._targets(request, dst)):
+            if len(ranks) > 1:
+                return self._send_several(verb, request, held, pages, ranks, start, event, from_prompt)
+            rank = ranks[0]
+        if rank is None and dst is not None:
             return None
         req = None if rank is None else engine.sender.requests.by_key.get((request, rank))
         if req is None and (rank is None or flows.plain.has_served(rank)):
@@ -169,6 +170,49 @@ class PlainVerbs(RecordedVerbs):
                 return None
             req.add_sent(op)
         return cast(KVWork, op.work)
+
+    def _send_several(
+        self,
+        verb: str,
+        request: str,
+        layers: tuple[int, ...],
+        pages: Pages,
+        ranks: tuple[int, ...],
+        start: int,
+        event: Any,
+        from_prompt: bool,
+    ) -> KVWork | None:
+        """As `_send_plain`, to several ranks: of a verb that begins none of their requests."""
+        engine, flows, num_pages = self.engine, self.engine.flows, self.engine.group_map.me.num_pages
+        if flows is None or (verb == "send_layer" and ranks not in engine.whole_pages):
+            return None
+        reqs = []
+        for rank in ranks:
+            if (req := engine.sender.requests.by_key.get((request, rank))) is None:
+                return None
+            reqs.append(req)
+        if (copyable := arguments.copyable_pages(pages)) is None or not copy_ids(*copyable, num_pages):
+            return None
+        if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
+            return None
+        ids = copyable[1]
+        with engine.lock:
+            if (grant := reqs[0].grant) is None:
+                return None
+            for req in reqs:
+                if req.grant is None or req.grant.prefix_tokens != grant.prefix_tokens:
+                    return None
+            if from_prompt and grant.prefix_tokens:
+                start, _, held = behind(grant, start, len(ids), from_prompt=True)
+                ids = ids[held:]
+            work = KVWork(f"{verb}({request!r})", sync_words=self._sync_words, loop=self._loop, parts=len(ranks))
+            source = SourcePages(ids, event, self.forced_path)
+            ops = [SendOp(request, rank, {}, layers, start, len(ids), work, source) for rank in ranks]
+            if not flows.plain.start_several(reqs, ops):
+                return None
+            for req, op in zip(reqs, ops, strict=True):
+                req.add_sent(op)
+        return work
 
     def _find(self, request: str, given: Int64Array, ids: Int64Array, event: Any) -> int | None:
         """The only rank that has granted a request to anybody, which begins now. None if that is not plain.
@@ -275,7 +319,11 @@ class PlainVerbs(RecordedVerbs):
         engine, flows = self.engine, self.engine.flows
         if type(request) is not str or type(aux) is not bytes or state_slot is not None:
             return None
-        if (rank := dst if type(dst) is int else self._sole_target(request, dst)) is None:
+        if type(dst) is int:
+            rank = dst
+        elif len(ranks := self._targets(request, dst)) == 1:
+            rank = ranks[0]
+        else:
             return None
         req = engine.sender.requests.by_key.get((request, rank))
         if flows is None or req is None or engine.lost or trace.isEnabledFor(logging.DEBUG):

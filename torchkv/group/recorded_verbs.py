@@ -231,7 +231,9 @@ class RecordedVerbs(ABC):
         if plain and not (profiler._is_profiler_enabled or self._nvtx):
             work = self._send_plain(verb, request, layers, pages, dst, start, event, from_prompt)
             if work is not None:
-                return work  # which the loop records
+                if work._parts > 1:  # else the loop records it
+                    self._record(work, verb, request, dst, layers, pages)
+                return work
         call = self._send_any
         return self._seen(
             verb, request, dst, layers, pages, call, verb, request, layers, pages, dst, start, event, origin
@@ -260,11 +262,15 @@ class RecordedVerbs(ABC):
         finally:
             if span is not None:
                 span.end()
+        self._record(work, verb, request, peers, layers, pages)
+        return work
+
+    def _record(self, work: KVWork, verb: str, request: str, peers: Peers | None, layers: Layers, pages: Any) -> None:
+        """Has the recorder keep a work of which the loop's journal has nothing."""
         if not work._in_journal and self._recorder is not None:
             with self.engine.lock:  # the loop may be about to take it, or has handed it over already
                 if not work._in_journal and work._number < 0:
                     work._record_with(self._recorder, verb, request, peers, layers, size_of(pages))
-        return work
 
     def _returning(
         self, verb: str, request: str, peers: Peers | None, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs

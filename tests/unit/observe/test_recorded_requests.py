@@ -68,6 +68,33 @@ def test_the_loop_records_what_it_serves_and_python_nothing() -> None:
     assert sum(stats(ranks[READER]).phases["receive"].counts) == 1
 
 
+def test_a_verb_to_several_receivers_has_one_entry() -> None:
+    """Python's, whether the verb goes the general way, as the first one, or the straight one."""
+
+    def layout(rank: int, size: int) -> KVLayout:
+        settings = {"num_layers": LAYERS, "num_kv_heads": 2, "head_dim": 2, "page_size": 2, "dtype": torch.int16}
+        return KVLayout.gqa(**settings, tp_rank=rank, tp_size=size)
+
+    places = [Place("p", layout(0, 1), 64), *(Place("d", layout(rank, 2), 64) for rank in (0, 1))]
+    ranks = Cluster(places, options=Options(transport="loopback", flight_recorder=64), views=True)
+    received = [rank.recv_pages("r", [3, 1], "p") for rank in ranks.ranks[1:]]
+    writer = ranks[WRITER]
+    works = [writer.send_slice("r", 0, [5, 6], "d")]
+    assert ranks.run(works[0].is_completed, limit=20)
+    works += [writer.send_slice("r", layer, [5, 6], "d") for layer in (1, 2)]
+    works.append(writer.finish("r", "d"))
+    assert ranks.run(lambda: all(work.is_completed() for work in (*works, *received)), limit=20)
+    sent = entries(writer)
+    assert [(each.verb, each.layers, each.peers, each.num_pages) for each in sent] == [
+        ("send_slice", "0", "d", 2),
+        ("send_slice", "1", "d", 2),
+        ("send_slice", "2", "d", 2),
+        ("finish", "", "d", 0),
+    ]
+    assert [(each.state, each.nbytes) for each in sent] == [("completed", work.bytes) for work in works]
+    assert all(each.record_id % 2 for each in sent)
+
+
 def test_what_the_loop_has_staged_says_so() -> None:
     layout = KVLayout.gqa(num_layers=1, num_kv_heads=1, head_dim=2, page_size=2, dtype=torch.int16)
     staging = {"staging_send": 1 << 16, "staging_recv": 1 << 16}

@@ -152,29 +152,50 @@ class PlainSends:
 
         pages: the op's page ids as the caller gave them, which are checked as they are copied to its ``source_pages``.
         """
-        grant, source = req.grant, op.source_pages
-        if req.flow is None or grant is None or req.finish is not None or source.path not in (None, "direct"):
+        if (way := self._more(req, op)) is None:
             return False
-        if req.loop_promised:
-            return False
-        plan = grant.plan
-        if (op.start + op.num_pages - 1) * plan.src_page_size >= len(grant.pages) * plan.dst_page_size:
-            return False
-        route = self._routes.known.get((req.dst, id(plan)))
-        if route is None or not route.usable or route.connection is not self._connections.get(req.dst):
-            return False
-        event, has_kernels = source.event, route.way.has_kernels
-        gate = NO_GATE if event is None and not has_kernels else self._routes.gate(event)
-        if gate is None or self._core.broken or (has_kernels and op.num_pages > MAX_GRANTED):
-            return False
+        flow, route, gate = way
         verb = self._codes.get(op.verb, 0)  # of a verb with one part
+        copied = op.source_pages.pages
         index = self._core.start_more(
-            req.flow, route.positions[op.layers], pages, source.pages, self._num_pages, op.start, gate, verb
+            flow, route.positions[op.layers], pages, copied, self._num_pages, op.start, gate, verb
         )
         if index is None:
             return False
         self._runs(req, op, index)
         return True
+
+    def start_several(self, reqs: list[SenderRequest], ops: list[SendOp]) -> bool:
+        """As `start_more`, of a verb to several receivers, whose page ids are checked. All of them, or none."""
+        ways = [self._more(req, op) for req, op in zip(reqs, ops, strict=True)]
+        if None in ways or not self._core.has_ops(len(ops)):
+            return False
+        for req, op, way in zip(reqs, ops, ways, strict=True):
+            assert way is not None
+            flow, route, gate = way
+            index = self._core.start_op(flow, route.positions[op.layers], op.source_pages.pages, op.start, gate)
+            assert index is not None
+            self._runs(req, op, index)
+        return True
+
+    def _more(self, req: SenderRequest, op: SendOp) -> tuple[int, Route, Gate] | None:
+        """The flow on which an op of a bound request can start, its route, and its gate."""
+        grant, source, flow = req.grant, op.source_pages, req.flow
+        if flow is None or grant is None or req.finish is not None or source.path not in (None, "direct"):
+            return None
+        if req.loop_promised:
+            return None
+        plan = grant.plan
+        if (op.start + op.num_pages - 1) * plan.src_page_size >= len(grant.pages) * plan.dst_page_size:
+            return None
+        route = self._routes.known.get((req.dst, id(plan)))
+        if route is None or not route.usable or route.connection is not self._connections.get(req.dst):
+            return None
+        event, has_kernels = source.event, route.way.has_kernels
+        gate = NO_GATE if event is None and not has_kernels else self._routes.gate(event)
+        if gate is None or self._core.broken or (has_kernels and op.num_pages > MAX_GRANTED):
+            return None
+        return flow, route, gate
 
     # ------------------------------------------------------------------ what is on the loop
 
@@ -204,8 +225,8 @@ class PlainSends:
             self._held.lanes[flow] = route.lane
 
     def _runs(self, req: SenderRequest, op: SendOp, index: int) -> None:
-        """An op of a verb with one part is on the loop."""
-        op.work._in_journal = op.verb in self._codes
+        """An op is on the loop, which records those of verbs with one part."""
+        op.work._in_journal = self._codes.get(op.verb, 0) != 0
         req.loop_wrote = True
         self._ops[index] = req, op
         req.running[op] = index

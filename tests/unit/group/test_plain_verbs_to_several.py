@@ -1,0 +1,199 @@
+"""Plain verbs to the ranks of an instance, behind the first: as the general way, at all of them or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.references.memory import page_bytes
+from tests.helpers.simulation.cluster import Cluster, Place, Rank
+from torchkv.errors import KVError
+from torchkv.group.plain_verbs import PlainVerbs
+from torchkv.layout.layout import KVLayout
+
+SENT, GRANTED = np.array([5, 6, 2]), [[3, 1, 9], [0, 8, 2]]
+HELD = [9, 8]  # in front of them, where receivers hold a prefix
+READERS, LAYERS, PAGES, PAGE_SIZE = 2, 4, 16, 2
+
+
+def layout(tp_rank: int = 0, tp_size: int = 1) -> KVLayout:
+    return KVLayout.gqa(
+        num_layers=LAYERS,
+        num_kv_heads=2,
+        head_dim=2,
+        page_size=PAGE_SIZE,
+        dtype=torch.int16,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+    )
+
+
+def new_cluster() -> Cluster:
+    """A writer, and the two ranks of an instance, each of half the heads. A request has been served before."""
+    places = [Place("p", layout(), PAGES), *(Place("d", layout(rank, READERS), PAGES) for rank in range(READERS))]
+    made = Cluster(places, views=True)
+    for storage in made[0].cache.storages:
+        storage.random_(0, 255)
+    works = [rank.recv_pages("before", [0], "p") for rank in made.ranks[1:]]
+    works += [made[0].send_pages("before", [0], "d"), made[0].finish("before", "d")]
+    assert made.run(lambda: all(work.is_completed() for work in works), limit=5)
+    return made
+
+
+def granted(cluster: Cluster, *prefixes: int, dst: str | None = "d") -> Rank:
+    """The writer, once both have granted "r" behind these prefixes, in tokens, and its first layer is sent."""
+    writer, readers = cluster[0], cluster.ranks[1:]
+    for reader, prefix, pages in zip(readers, prefixes or (0, 0), GRANTED, strict=True):
+        more = [7] if prefix == PAGE_SIZE else []  # it holds one page less
+        reader.recv_pages("r", [*more, *pages], "p", prefix_tokens=prefix)
+    assert cluster.run(lambda: all(writer.engine.sender.grants.of("r", rank) for rank in (1, 2)), limit=1)
+    if dst is None and len(set(prefixes)) < 2:
+        assert writer.granted("r", None) is not None  # now it is known to whom
+    first = np.array([*HELD, *SENT]) if any(prefixes) else SENT
+    writer.send_slice("r", 0, first, dst, origin="prompt")
+    return writer
+
+
+def forbid_the_general_way(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+    def general(*_: object) -> NoReturn:
+        raise AssertionError("not the straight way")
+
+    patch.setattr(rank, "_send_any", general)
+
+
+def all_general(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PlainVerbs, "_send_plain", lambda *_: None)
+
+
+def outcome(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except KVError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def end(cluster: Cluster, dst: str | None) -> tuple[object, ...]:
+    """Finishes "r", and looks at every byte. What is counted."""
+    finished = cluster[0].finish("r", dst)
+    assert cluster.run(finished.is_completed, limit=5)
+    assert finished.is_success()
+    assert cluster.run(lambda: not any(rank.engine.receiver.requests.live for rank in cluster.ranks), limit=5)
+    for number, reader in enumerate(cluster.ranks[1:]):
+        for (component, layer), pages in page_bytes(reader).items():
+            held = page_bytes(cluster[0])[component, layer][SENT]
+            mine = held.reshape(len(SENT), PAGE_SIZE, READERS, -1)[:, :, number].reshape(len(SENT), -1)
+            assert (pages[GRANTED[number]].reshape(len(SENT), -1) == mine).all()
+            others = np.delete(pages, [*GRANTED[number], 0], axis=0)
+            assert (others == 0x5A).all()
+    counts = cluster[0].engine.sender.counts
+    return counts.outcomes, counts.bytes, counts.taken_back, [r.engine.receiver.counts.bytes for r in cluster.ranks]
+
+
+def poison(cluster: Cluster) -> None:
+    for reader in cluster.ranks[1:]:
+        for storage in reader.cache.storages:
+            storage.fill_(0x5A)
+
+
+@pytest.mark.parametrize("dst", ["d", None])
+@pytest.mark.parametrize("prefix", [0, 2 * PAGE_SIZE])
+@pytest.mark.parametrize("from_prompt", [False, True])
+def test_it_leaves_behind_what_the_general_way_does(
+    dst: str | None, prefix: int, from_prompt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = HELD if from_prompt and prefix else []
+    origin: dict[str, Any] = {"origin": "prompt"} if from_prompt else {}
+
+    def run() -> tuple[object, ...]:
+        cluster = new_cluster()
+        poison(cluster)
+        writer = granted(cluster, prefix, prefix, dst=dst)
+        if plain:
+            forbid_the_general_way(writer, monkeypatch)
+        works = [writer.send_slice("r", 1, [*held, *SENT], dst, **origin)]
+        works += [
+            writer.send_pages("r", torch.from_numpy(SENT[at : at + 1]), dst, layers=2, start=len(held) + at, **origin)
+            for at in range(3)
+        ]
+        works.append(writer.send_pages("r", np.array([*held, *SENT]), dst, layers=3, **origin))
+        left = end(cluster, dst)
+        nbytes = [work.bytes for work in works]
+        assert all(work.is_success() for work in works)
+        return *left, nbytes
+
+    plain = True
+    straight = run()
+    plain = False
+    all_general(monkeypatch)
+    assert run() == straight
+
+
+@pytest.mark.parametrize("from_prompt", [False, True])
+def test_unequal_prefixes_are_for_the_general_way(from_prompt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which counts from the prompt for each, or says that nobody knows where such pages begin."""
+
+    def call(writer: Rank) -> str:
+        origin: dict[str, Any] = {"origin": "prompt"} if from_prompt else {}
+        return outcome(lambda: writer.send_slice("r", 1, [*HELD, *SENT], "d", **origin))
+
+    said = call(granted(new_cluster(), 2 * PAGE_SIZE, PAGE_SIZE))
+    all_general(monkeypatch)
+    assert call(granted(new_cluster(), 2 * PAGE_SIZE, PAGE_SIZE)) == said
+    assert "accepted" not in said or from_prompt
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda kv: kv.send_slice("r", 1, [0, PAGES], "d"),
+        lambda kv: kv.send_slice("r", 1, [-1], "d"),
+        lambda kv: kv.send_slice("r", 1, [0.5], "d"),
+        lambda kv: kv.send_slice("r", LAYERS, SENT, "d"),
+        lambda kv: kv.send_slice("r", 1, SENT, "d", start=1),
+        lambda kv: kv.send_slice("r", 1, SENT, "d", start=-1),
+        lambda kv: kv.send_slice("r", 1, SENT, "d", event="now"),
+        lambda kv: kv.send_slice("r", 1, SENT, "e"),
+        lambda kv: kv.send_layer("r", 1, SENT, "d"),  # the ranks hold halves of pages
+    ],
+)
+def test_what_is_refused_begins_nowhere(call: Callable[[Rank], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = granted(new_cluster())
+    core = writer.engine.flows.core
+    free = len(core._free_ops)
+    said = outcome(lambda: call(writer))
+    assert len(core._free_ops) == free
+    all_general(monkeypatch)
+    assert outcome(lambda: call(writer)) == said != "accepted"
+
+
+def test_without_room_for_all_the_general_way_serves_all() -> None:
+    cluster = new_cluster()
+    poison(cluster)
+    writer = granted(cluster)
+    core = writer.engine.flows.core
+    core._free_ops[:], kept = core._free_ops[:1], core._free_ops[1:]
+    works = [writer.send_slice("r", 1, SENT, "d")]
+    core._free_ops += kept
+    works += [writer.send_slice("r", layer, SENT, "d") for layer in (2, 3)]
+    end(cluster, "d")
+    assert all(work.is_success() for work in works)
+
+
+def test_a_receiver_that_has_failed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one receiver: the verb raises its error, and begins at none."""
+    cluster = new_cluster()
+    writer = granted(cluster)
+    cancel = cluster[2].cancel("r")
+    assert cluster.run(cancel.is_completed, limit=5)
+    assert cluster.run(lambda: writer.engine.sender.requests.by_key["r", 2].error is not None, limit=5)
+    free = len(writer.engine.flows.core._free_ops)
+    said = outcome(lambda: writer.send_slice("r", 1, SENT, "d"))
+    assert said.startswith("TransferCancelled")
+    assert len(writer.engine.flows.core._free_ops) == free
+    all_general(monkeypatch)
+    assert outcome(lambda: writer.send_slice("r", 1, SENT, "d")) == said
