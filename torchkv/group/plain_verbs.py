@@ -2,8 +2,8 @@
 
 A call is *plain* if its arguments have their plain types, and name one peer, no state slot, and the resident loop
 serves the request; a sender's also needs that its grant is there. A peer is named by its rank, by its instance if that
-has no other, or, at a sender, by the grant of a request to anybody. Where these stand for several ranks, a verb is plain
-that begins none of their requests. Everything else, and whatever is wrong, is left to `Verbs` before anything has
+has no other, or, at a sender, by the grant of a request to anybody. Where these stand for several ranks, a verb is
+plain that begins none of their requests. Everything else, and whatever is wrong, is left to `Verbs` before anything has
 changed: it says what is wrong, or does it the general way, with the same outcome.
 
 A call costs its caller by how much code and memory it touches, which most often is in no near cache, because callers
