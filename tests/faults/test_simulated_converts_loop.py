@@ -1,6 +1,7 @@
 """The resident loop between pages of unlike dtypes, under the seeded scheduler of `test_simulated`.
 
-Into mapped pages, and staged through a network. Broken loops: `tests.helpers.simulation.broken_loops`.
+Into mapped pages, in host memory and on GPUs, and staged through a network. Broken loops:
+`tests.helpers.simulation.broken_loops`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from tests.helpers.simulation.loop_runs import DIRECT, clean_run, plain
 from torchkv.engine.resident.flows import Flows
 from torchkv.protocol.receiving.request import ReceiverRequest
 
-WAYS = ["converts", "converts staged"]
+WAYS = ["converts", "converts staged", "converts gpu"]
 SEEDS = range(60)
 BATCH = 20
 

@@ -29,7 +29,7 @@ class GpuKernels:
     GPU, if pages may be staged.
     """
 
-    copies_states = False
+    copies_only_pages = True  # until the others have run on a GPU
 
     def __init__(self, gpu: GpuContext, local: LocalPages, packer: CudaPacker | None) -> None:
         self.errors = 0

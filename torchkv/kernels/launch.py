@@ -203,7 +203,7 @@ def launch_convert(
     for first, count in _split(ranks, MAX_WORDS // params.words_per_pair):
         words = count * params.words_per_pair
         where = stage + (first - ranks.start) * nbytes, len(ranks) * nbytes
-        integers = (jobs, scales, src_ids, dst_ids, *where, errors, num_jobs, first, start, words, *params.integers)
+        integers = (jobs, src_ids, dst_ids, *where, errors, scales, num_jobs, first, start, words, *params.integers)
         grid = min(blocks, num_jobs * -(-words // CONVERT_TILE.words))
         _convert_kernel(mode, params).launch(grid, integers)
 

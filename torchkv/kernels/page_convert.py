@@ -98,12 +98,12 @@ def converted(bits, scale, KIND: tl.constexpr):
 @triton.jit(do_not_specialize=range(NUM_INTEGERS))
 def convert(
     jobs: tl.int64,
-    scales: tl.int64,
     src_ids: tl.int64,
     dst_ids: tl.int64,
     stage: tl.int64,
     stage_stride: tl.int64,
     errors: tl.int64,
+    scales: tl.int64,
     num_jobs: tl.int32,
     first_rank: tl.int32,
     start: tl.int32,

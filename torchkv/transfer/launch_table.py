@@ -13,13 +13,15 @@ from torchkv.arrays import Int64Array
 from torchkv.core.loop.launching import FIELDS
 from torchkv.kernels import page_copy
 from torchkv.kernels.compiled import WARP
-from torchkv.kernels.launch import TILE, kernel_params, kernels_for
+from torchkv.kernels.copies import ScaleTable
+from torchkv.kernels.launch import CONVERT_TILE, TILE, convert_params, kernel_params, kernels_for
 from torchkv.layout.kernel_geometry import Geometry
 from torchkv.transfer.copy_tables import BaseAddressTable
 
 __all__ = ["LaunchTable", "launch_group"]
 
-# How many of the kernel's parameters come before those of the geometry, and which of them is the errors' address.
+# How many of the kernel's parameters come before those of the geometry, one more where it converts, and which of them
+# is the errors' address.
 _GIVEN, _ERRORS = 10, 5
 assert page_copy.NUM_INTEGERS > _GIVEN
 
@@ -42,7 +44,15 @@ class LaunchTable:
         with torch.cuda.device(device):
             for group in table.groups:
                 rows = [0] * first + [bisect_left(group.layers, layer) for layer in [*layers, layers[-1] + 1]]
-                words += launch_group(group.geometry, group.table, rows, errors=errors, blocks=blocks, kept=self._kept)
+                words += launch_group(
+                    group.geometry,
+                    group.table,
+                    rows,
+                    scales=group.scales,
+                    errors=errors,
+                    blocks=blocks,
+                    kept=self._kept,
+                )
         self.words: Int64Array = np.array(words, dtype=np.int64)
 
 
@@ -53,26 +63,32 @@ def launch_group(
     *,
     mode: int = page_copy.DIRECT,
     aligned: bool = False,
+    scales: ScaleTable | None = None,
     errors: int,
     blocks: int,
     kept: list[Any],
 ) -> list[int]:
     """The `FIELDS` of jobs of one geometry, in the current device. table: of all jobs. rows, aligned: see there.
 
-    mode: of their kernel, which is loaded. kept: gets what must stay alive.
+    mode: of their kernel, which is loaded. scales: of all jobs, if they are converted. kept: gets what must stay alive.
     """
     (kernel,) = kernels_for(geometry, mode)
     loaded = kernel.loaded
     assert loaded is not None
-    params = kernel_params(geometry)
-    given = [0] * _GIVEN
+    if scales is None:
+        copied = kernel_params(geometry)
+        integers, words, nbytes, tile = copied.integers, copied.words_per_pair, geometry.pair_nbytes, TILE
+    else:
+        converted = convert_params(geometry)
+        integers, words, nbytes, tile = converted.integers, converted.words_per_pair, converted.dst_nbytes, CONVERT_TILE
+    given = [0] * (_GIVEN if scales is None else _GIVEN + 1)
     given[_ERRORS] = errors
-    block = ctypes.create_string_buffer(loaded.params.pack(*given, *params.integers), loaded.params.size)
+    block = ctypes.create_string_buffer(loaded.params.pack(*given, *integers), loaded.params.size)
     size = ctypes.c_size_t(loaded.params.size)
     # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END
     extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(block), 2, ctypes.addressof(size), 0)
     of_rows = np.array(rows, dtype=np.int64)
-    kept += [block, size, extra, of_rows, table]
+    kept += [block, size, extra, of_rows, table, scales]
     stripe = geometry.stripe
     window = (-1, 1) if stripe.window is None else (stripe.window.tokens, stripe.window.unit)
     fields = {
@@ -89,11 +105,12 @@ def launch_group(
         "holder": stripe.holder,
         "window": window[0],
         "window_unit": window[1],
-        "pair_words": params.words_per_pair,
-        "tile_words": TILE.words,
+        "pair_words": words,
+        "tile_words": tile.words,
         "blocks": blocks,
-        "pair_nbytes": geometry.pair_nbytes,
+        "pair_nbytes": nbytes,
         "pair_runs": geometry.rows.per_pair,
         "aligned": int(aligned),
+        "scales": 0 if scales is None else scales.addresses.data_ptr(),
     }
     return [fields[name] for name in FIELDS]

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from torchkv.core.device import NO_GATE, NUM_IDS, Gate, LoopDevice
-from torchkv.kernels import page_copy
+from torchkv.host.convert_loops import KINDS
+from torchkv.kernels import page_convert, page_copy
 from torchkv.kernels.compiled import CompiledKernel, LoadedKernel
+from torchkv.layout.conversion import convert
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.staging.cuda_pack import CudaPackLauncher
 from torchkv.staging.pack_table import PackTable
@@ -28,10 +30,20 @@ __all__ = ["BAD_ADDRESS", "NOT_READY", "FakeEvent", "FakeKernels", "LoopGpu", "f
 NOT_READY, BAD_ADDRESS = 600, 700
 STREAM = 0x5150
 _FORMATS = {"i32": "i", "i64": "q"}
-_NAMES = [param.name for param in page_copy.copy.params[: page_copy.NUM_INTEGERS]]
-_TYPES = [param.annotation for param in page_copy.copy.params[: page_copy.NUM_INTEGERS]]
-PARAMS = struct.Struct("".join(_FORMATS[kind] for kind in _TYPES) + "0q16x")
 
+
+def _parameters(kernel: Any, count: int) -> tuple[list[str], struct.Struct]:
+    """The names of a kernel's parameters, and how they lie in its block."""
+    params = kernel.params[:count]
+    formats = "".join(_FORMATS[param.annotation] for param in params)
+    return [param.name for param in params], struct.Struct(formats + "0q16x")
+
+
+_NAMES, PARAMS = _parameters(page_copy.copy, page_copy.NUM_INTEGERS)
+_CONVERT_NAMES, _CONVERT_PARAMS = _parameters(page_convert.convert, page_convert.NUM_INTEGERS)
+_CONVERTS = 1 << 20  # of a function: that it is one of `page_convert`
+
+_KINDS = {number: dtypes for dtypes, number in KINDS.items()}
 _INT = ctypes.c_int
 _WORD = ctypes.c_int64
 
@@ -117,8 +129,9 @@ class LoopGpu:
         assert a % 32 == 0
         words = (_WORD * 5).from_address(extra)
         assert (words[0], words[2], words[4]) == (1, 2, 0)
-        assert _WORD.from_address(words[3]).value == PARAMS.size
-        block = ctypes.string_at(words[1], PARAMS.size)  # during the call, as the driver does
+        size = (_CONVERT_PARAMS if function & _CONVERTS else PARAMS).size
+        assert _WORD.from_address(words[3]).value == size
+        block = ctypes.string_at(words[1], size)  # during the call, as the driver does
         if not self.broken:
             self.log.append("launch")
             self.pending.append(lambda: run_kernel(block, function, self.bad_ids))
@@ -133,9 +146,15 @@ class LoopGpu:
 
 
 def run_kernel(block: bytes, function: int, bad_ids: list[int]) -> None:
-    """What `torchkv.kernels.page_copy.copy` does, by its parameters alone. function: of `_loaded`."""
-    given = dict(zip(_NAMES, PARAMS.unpack(block)[: len(_NAMES)], strict=True))
-    mode, unit = divmod(function, 256)
+    """What `torchkv.kernels.page_copy.copy`, or `page_convert.convert`, does, by its parameters alone.
+
+    function: of `_loaded`.
+    """
+    if function & _CONVERTS:
+        given = dict(zip(_CONVERT_NAMES, _CONVERT_PARAMS.unpack(block)[: len(_CONVERT_NAMES)], strict=True))
+    else:
+        given = dict(zip(_NAMES, PARAMS.unpack(block)[: len(_NAMES)], strict=True))
+    mode, unit = divmod(function % _CONVERTS, 256)
     assert (given["stage"] == given["stage_stride"] == 0) == (mode == page_copy.DIRECT)
     assert given["stage"] % unit == given["stage_stride"] % unit == 0
 
@@ -170,10 +189,30 @@ def run_kernel(block: bytes, function: int, bad_ids: list[int]) -> None:
                 ours = src + outer * given["s0"] + inner * given["s1"]
                 theirs = dst + outer * given["d0"] + inner * given["d1"]
                 place = packed + row * per_row * unit
-                ctypes.memmove(theirs if written else place, ours if read else place, per_row * unit)
+                if function & _CONVERTS:
+                    _convert_row(given, job, row, function >> 21, unit, ours, theirs)
+                else:
+                    ctypes.memmove(theirs if written else place, ours if read else place, per_row * unit)
+
+
+def _convert_row(given: dict[str, int], job: int, row: int, kind: int, unit: int, ours: int, theirs: int) -> None:
+    """Converts a row of words of ``unit`` elements each. Word by word, for each may be of another head."""
+    src, dst = _KINDS[kind]
+    scales = _WORD.from_address(given["scales"] + 8 * job).value
+    for word in range(given["words_per_row"]):
+        inside = row * given["words_per_row"] + word
+        head = (2 * inside * (given["head_magic"] & 0xFFFFFFFF) >> 32) >> given["head_shift"]
+        scale = ctypes.c_float.from_address(scales + 4 * (head % given["heads"])).value
+        source = (ctypes.c_uint8 * (unit * src.itemsize)).from_address(ours + word * unit * src.itemsize)
+        elements = torch.frombuffer(bytearray(source), dtype=src)
+        made = convert(elements, dst, scale).view(torch.uint8).numpy().tobytes()
+        ctypes.memmove(theirs + word * unit * dst.itemsize, made, len(made))
 
 
 def _loaded(kernel: CompiledKernel) -> LoadedKernel:
+    if kernel.kernel is page_convert.convert:
+        mode, kind, elements, *_ = kernel.constants
+        return LoadedKernel(kind << 21 | _CONVERTS | 256 * mode + elements, 512, _CONVERT_PARAMS)
     mode, unit, *_ = kernel.constants
     return LoadedKernel(256 * mode + unit, 512, PARAMS)
 
@@ -195,7 +234,7 @@ class FakeKernels:
         self._local = local
         self.lacking = False
 
-    copies_states = True
+    copies_only_pages = False
 
     def launches(self, plan: PairPlan, connection: PeerConnection, *, first: int = 0) -> LaunchTable | None:
         if self.lacking:

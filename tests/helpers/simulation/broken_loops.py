@@ -725,6 +725,7 @@ RUNS: dict[str, dict[str, bool]] = {  # what `loop_scenario` is given
     "states network": {"stateful": True, "network": True},
     "states gpus apart": {"stateful": True, "gpu": True, "network": True},
     "converts staged": {"converts": True, "network": True, "staged": True},
+    "converts gpu": {"converts": True, "gpu": True},
 }
 
 

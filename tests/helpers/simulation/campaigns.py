@@ -68,7 +68,7 @@ def _other_lanes(seed: int, **lanes: bool) -> Scenario:
 
 
 def _converting(seed: int) -> Scenario:
-    lanes = {} if seed % 2 else {"network": True, "staged": True}
+    lanes = ({}, {"gpu": True}, {}, {"network": True, "staged": True})[seed % 4]
     return Scenario(seed, brief=True, verbs=DIRECT, loop=True, states=(), converts=True, **lanes)
 
 
@@ -129,8 +129,8 @@ CAMPAIGNS = {
         ),
         Campaign(
             "converting",
-            "the resident loop between pages of unlike dtypes, mapped or staged through a network",
-            200,
+            "the resident loop between pages of unlike dtypes, mapped, on GPUs, or staged through a network",
+            300,
             _converting,
         ),
         Campaign(

@@ -52,17 +52,19 @@ _NOT_READY = 600  # cuEventQuery: the event has not happened
 
 # A launch table: how many groups of layers, then of each group these words. rows: address of int64 ``[positions + 1]``,
 # the first row of each position in the group's table of jobs. stripe: six words for `owed_pairs`. aligned: 1 if what
-# the group packs begins at a multiple of `GRAIN` in a stage.
+# the group packs begins at a multiple of `GRAIN` in a stage. scales: of a group that is converted, the address of one
+# word a job, else 0.
 FIELDS = (
     *("function", "threads", "shared", "params", "extra", "table", "rows"),
     *("tokens", "per_unit", "holders", "holder", "window", "window_unit"),
-    *("pair_words", "tile_words", "blocks", "pair_nbytes", "pair_runs", "aligned"),
+    *("pair_words", "tile_words", "blocks", "pair_nbytes", "pair_runs", "aligned", "scales"),
 )
 assert len(FIELDS) == LAUNCH_FIELDS
 _FUNCTION, _THREADS, _SHARED, _PARAMS, _EXTRA, _TABLE, _ROWS, _STRIPE = (8 * i for i in range(8))
-_PAIR_WORDS, _TILE_WORDS, _BLOCKS, _PAIR_NBYTES, _PAIR_RUNS, _ALIGNED = (8 * i for i in range(13, 19))
+_PAIR_WORDS, _TILE_WORDS, _BLOCKS, _PAIR_NBYTES, _PAIR_RUNS, _ALIGNED, _SCALES = (8 * i for i in range(13, 20))
 # Offsets in a kernel's parameters: see `torchkv.kernels.page_copy.copy`. Those of two 32-bit values are of the first.
-_JOBS, _SRC_IDS, _DST_IDS, _STAGE, _STAGE_STRIDE, _NUM_JOBS_AND_RANK, _START_AND_WORDS = 0, 8, 16, 24, 32, 48, 56
+# In those of `torchkv.kernels.page_convert.convert` the address of the scales comes before these.
+_JOBS, _SRC_IDS, _DST_IDS, _STAGE, _STAGE_STRIDE, _NUM_JOBS_AND_RANK = 0, 8, 16, 24, 32, 48
 
 
 # What a piece holds: the layers at positions [first, last), of the writer's pages a first one and how many; then tokens
@@ -242,13 +244,17 @@ def _enqueue_rows(
     store(params + _SRC_IDS, src_ids)
     store(params + _DST_IDS, dst_ids)
     store(params + _STAGE_STRIDE, (stop - begin) * pair_nbytes if stage != 0 else 0)
+    pairs_at = params + _NUM_JOBS_AND_RANK
+    if load(group + _SCALES) != 0:
+        store(pairs_at, load(group + _SCALES) + 8 * rows[0])
+        pairs_at += 8
     launched = 0
     while begin < stop:
         count = min(stop - begin, max(1, MAX_WORDS // pair_words))
         words = count * pair_words
         store(params + _STAGE, stage)
-        store(params + _NUM_JOBS_AND_RANK, jobs | begin << 32)
-        store(params + _START_AND_WORDS, start | words << 32)
+        store(pairs_at, jobs | begin << 32)
+        store(pairs_at + 8, start | words << 32)
         blocks = min(load(group + _BLOCKS), jobs * ((words + tile - 1) // tile))
         code = call_launch(
             world["driver"][LAUNCH],

@@ -34,4 +34,4 @@ MESSAGE_NBYTES = 2048  # of the network at most: a record and what lies behind i
 
 # A `PlanSegment` of one layer, as compiled code reads it: see `torchkv.transfer.loop_geometry`.
 SEGMENT_FIELDS = 29
-LAUNCH_FIELDS = 19  # of the layers of a plan that one kernel copies: see `torchkv.transfer.launch_table`
+LAUNCH_FIELDS = 20  # of the layers of a plan that one kernel copies: see `torchkv.transfer.launch_table`

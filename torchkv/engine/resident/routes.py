@@ -222,10 +222,14 @@ class Routes:
         return self._learn(rank, route)
 
     def _can_copy(self, plan: PairPlan) -> bool:
-        """Whether the loop only has to copy pages and states, or to convert pages in host memory."""
-        if self._kernels is not None and (plan.converts or (plan.owes_state and not self._kernels.copies_states)):
+        """Whether the loop can do all that a plan needs, if it can reach the peer."""
+        if self._kernels is not None and self._kernels.copies_only_pages and (plan.converts or plan.owes_state):
             return False
         return bool(plan.parts)
+
+    def _has_pieces(self, plan: PairPlan) -> bool:
+        """Whether loops may stage a plan at all. Both ends decide alike."""
+        return not plan.owes_state and (self._kernels is None or not plan.converts)
 
     def is_current(self, rank: int, route: Route) -> bool:
         """Whether a route still leads to the peer, and need not become one that can stage."""
@@ -237,7 +241,7 @@ class Routes:
 
     def _packing(self, rank: int, plan: PairPlan, lane: NetworkLane | None) -> tuple[bool, Launches | None]:
         """Whether the loop can pack a plan into a stage of ``rank``, and the kernels that it needs for that."""
-        if self.stages is None or plan.owes_state or not fits(plan, self.stages.to(rank, lane)):
+        if self.stages is None or not self._has_pieces(plan) or not fits(plan, self.stages.to(rank, lane)):
             return False, None
         if self._kernels is None:
             return True, None
@@ -311,7 +315,7 @@ class Routes:
 
     def _is_taken(self, rank: int, plan: PairPlan) -> bool:
         """Whether the loop of a writer copies a plan, puts it, or stages it; else its Python does."""
-        may_stage = self.stages is not None and self.stages.grants and not plan.owes_state
+        may_stage = self.stages is not None and self.stages.grants and self._has_pieces(plan)
         if may_stage and self._of_pieces(plan) is None:
             return False  # its loop may stage, and cannot know that this one is not ready
         if self._connections[rank].direct:
@@ -325,7 +329,7 @@ class Routes:
 
         To a process of this host, short runs are Python's: by measured costs it puts or stages them. States are put.
         """
-        if self.stages is None or lane is None or not lane.is_driven or plan.owes_state:
+        if self.stages is None or lane is None or not lane.is_driven or not self._has_pieces(plan):
             return False
         return not _is_coarse(plan) or any(segment.rows.run <= MAX_STAGED_RUN for segment in plan.segments)
 
@@ -333,8 +337,8 @@ class Routes:
         """How the loop unpacks the pieces of writers, by rank: any of them may stage."""
         if self.stages is None or not self.stages.grants:
             return {}
-        paged = {rank: plan for rank, plan in plans.items() if not plan.owes_state}
-        return {rank: pieces for rank, plan in paged.items() if (pieces := self._of_pieces(plan)) is not None}
+        staged = {rank: plan for rank, plan in plans.items() if self._has_pieces(plan)}
+        return {rank: pieces for rank, plan in staged.items() if (pieces := self._of_pieces(plan)) is not None}
 
     def _of_pieces(self, plan: PairPlan) -> Pieces | None:
         """How the loop unpacks pieces of a plan; None while the kernels are not loaded."""
