@@ -21,7 +21,7 @@ def test_runs_without_a_violation() -> None:
     command = [sys.executable, "-m", "torchkv.faultlab", "--schedules", "6", "--seed", "7", "--workers", "1"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert found.returncode == 0, found.stdout + found.stderr
-    header, *rows = found.stdout.splitlines()[:13]
+    header, *rows = found.stdout.splitlines()[:14]
     assert {"campaign", "schedules", "drops", "doubles", "deaths", "violations"} <= set(header.split())
     assert [row.split()[0] for row in rows] == [
         "loop",
@@ -31,6 +31,7 @@ def test_runs_without_a_violation() -> None:
         "gpus-apart",
         "gpus-staged",
         "converting",
+        "states",
         "anybody",
         "puts",
         "staging",
