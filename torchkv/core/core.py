@@ -12,7 +12,7 @@ from torchkv.core.device import NO_GATE, Gate, LoopDevice
 from torchkv.core.events import Events
 from torchkv.core.led_rounds import LedRounds
 from torchkv.core.loop import copying, grants, loop, network
-from torchkv.core.loop.codes import CUT, FREE, NOBODY, SEALED
+from torchkv.core.loop.codes import ALONE, CUT, FREE, NOBODY, SEALED
 from torchkv.core.loop.events import emit
 from torchkv.core.loop.limits import (
     MAX_AUX,
@@ -388,8 +388,9 @@ def warm_up() -> None:
     core.receives.open(0, generation=0, num_tokens=1, page_size=1, leader=NOBODY, writers=[(0, 1, 0, 1)])
     core.receives.grant(0, b"", (0, 0), none, prefix_tokens=0, writers=0)
     source = Source(slot=0, layers=1, page_size=1, writer_page=1, writers=0, network=False)
+    alone = {"leader": ALONE, "told": 0}
     core.receives.post(
-        source, generation=0, num_tokens=1, prefix_tokens=0, name=b"", hashes=(0, 0), pages=none, serial=0
+        source, generation=0, num_tokens=1, **alone, prefix_tokens=0, name=b"", hashes=(0, 0), pages=none, serial=0
     )
     index = core.rounds.open([(0, 1, 1, False)])
     assert index is not None

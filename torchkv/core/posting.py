@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 from torchkv.arrays import Int64Array
 from torchkv.core import journal
 from torchkv.core.loop import copying, grants
-from torchkv.core.loop.codes import ALONE, CLOCK, FINISH, OPEN, POST, ROUND, START, SYSCALL, WAIT, WAITING, YIELD
+from torchkv.core.loop.codes import CLOCK, FINISH, OPEN, POST, ROUND, START, SYSCALL, WAIT, WAITING, YIELD
 from torchkv.core.loop.events import tell_driver, tell_waiters
 from torchkv.core.loop.grants import IDS_AT
 from torchkv.core.loop.limits import COMMANDS, FLIGHT
@@ -353,6 +353,8 @@ def post_receive(
     generation: int,
     num_tokens: int,
     page_size: int,
+    leader: int,
+    told: int,
     cover: Int64Array,
     rank: int,
     layers: int,
@@ -368,12 +370,12 @@ def post_receive(
     geometry: int,
     kernels: int,
 ) -> None:
-    """`open_receive`, `add_writer` and `post_grant` in one, of a receive from one writer, whose leader is this rank.
+    """`open_receive`, `add_writer` and `post_grant` in one, of a receive from one writer.
 
     ids: must stay alive if there is a ``geometry``.
     """
     unpacks = 1 if geometry != 0 else 0
-    open_receive(address, flow, generation, num_tokens, page_size, ALONE, 0, cover, ids.ctypes.data, unpacks)
+    open_receive(address, flow, generation, num_tokens, page_size, leader, told, cover, ids.ctypes.data, unpacks)
     add_writer(address, flow, rank, layers, 0, writer_page, geometry, kernels, 1)
     post_grant(address, flow, body, hash0, hash1, writers, prefix, name_nbytes, ids, 0, serial)
 

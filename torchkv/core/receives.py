@@ -190,16 +190,15 @@ class Receives:
         *,
         generation: int,
         num_tokens: int,
+        leader: int,
+        told: int,
         prefix_tokens: int,
         name: bytes,
         hashes: tuple[int, int],
         pages: Int64Array,
         serial: int,
     ) -> int:
-        """`reserve`, `open` and `grant` in one, of a receive from one writer. The flow.
-
-        This rank must be alone in its instance, and there must be room.
-        """
+        """`reserve`, `open` and `grant` in one, of a receive from one writer. The flow. There must be room."""
         flow = self._free.pop()
         if source.network:
             self._count_network(flow)
@@ -215,6 +214,8 @@ class Receives:
             generation,
             num_tokens,
             source.page_size,
+            self._slots[leader] if leader >= 0 else leader,
+            told,
             cover,
             source.slot,
             source.layers,

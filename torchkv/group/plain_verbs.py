@@ -1,10 +1,10 @@
 """The verbs as nearly all calls are, each in one piece: the critical path of a caller.
 
 A call is *plain* if its arguments have their plain types, and name one peer, no state slot, and the resident loop
-serves the request; a sender's also needs that its grant is there. A peer is named by its rank, by its instance if that
-has no other, or, at a sender, by the grant of a request to anybody. Where these stand for several ranks, a verb is
-plain that begins none of their requests. Everything else, and whatever is wrong, is left to `Verbs` before anything has
-changed: it says what is wrong, or does it the general way, with the same outcome.
+serves the request; a sender's also needs that its grant is there. A peer is named by its rank, by its instance if no
+other rank of it has part in the request, or, at a sender, by the grant of a request to anybody. Where these stand for
+several receivers, a verb is plain that begins none of their requests. Everything else, and whatever is wrong, is left
+to `Verbs` before anything has changed: it says what is wrong, or does it the general way, with the same outcome.
 
 A call costs its caller by how much code and memory it touches, which most often is in no near cache, because callers
 compute between two calls. So nothing is asked twice here, and a function is called only for what it does.
@@ -82,7 +82,9 @@ class PlainVerbs(RecordedVerbs):
         engine, layout = self.engine, self._layout
         if type(request) is not str or type(prefix_tokens) is not int or not 0 <= prefix_tokens < MAX_COUNT:
             return None
-        if (rank := src if type(src) is int else self._sole_rank(src)) is None:
+        if type(src) is int:
+            ranks: tuple[int, ...] = (src,)
+        elif not (ranks := engine.group_map.instances.get(src, ()) if isinstance(src, str) else ()):
             return None
         if layout is None or layout.stateful or engine.flows is None or trace.isEnabledFor(logging.DEBUG):
             return None
@@ -95,19 +97,18 @@ class PlainVerbs(RecordedVerbs):
             if engine.closed or engine.lost:
                 return None
             engine.catch_up()
-            req = engine.receiver.posts.post_plain(request, given, ids, rank, prefix_tokens, work, self.clock())
+            now = self.clock()
+            req = engine.receiver.posts.post_plain(request, given, ids, ranks, prefix_tokens, work, now)
+            frames = engine.take_grants(now)
             wake = engine.has_actions
+        if frames:
+            engine.send_now(frames)
         if wake:
             self._wake()
         if req is None:
             return None
         self._receives(work, req)
         return work
-
-    def _sole_rank(self, src: Peers) -> int | None:
-        """The rank of the instance that is named, if it has no other."""
-        ranks = self.engine.group_map.instances.get(src, ()) if isinstance(src, str) else ()
-        return ranks[0] if len(ranks) == 1 else None
 
     def _targets(self, request: str, dst: Peers | None) -> tuple[int, ...]:
         """The ranks that the instance which is named, or who has granted this request, is sent to; () if not known."""

@@ -77,8 +77,8 @@ class RequestFlows(Protocol):
         Else None. name: in UTF-8.
         """
 
-    def post(self, req: ReceiverRequest, sole: Any, name: bytes) -> None:
-        """`reserve`, `open_receive` and `grant` in one. sole: what `sole_writer` has just returned."""
+    def post(self, req: ReceiverRequest, sole: Any, name: bytes, told: int) -> bool:
+        """`reserve`, `open_receive` and `grant` in one, then `posts`. sole: what `sole_writer` has just returned."""
 
     def reserve(self, num_pages: int, plans: Mapping[int, PairPlan]) -> int | None:
         """A flow for a receive, or None if the loop cannot serve it. plans: by writer."""

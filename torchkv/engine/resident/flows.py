@@ -325,12 +325,12 @@ class Flows:
         )
 
     def sole_writer(self, rank: int, plan: PairPlan, num_pages: int, name: bytes) -> SoleWriter | None:
-        if not self._direct or len(self._group_map.siblings) != 1:
-            return None
-        return self.plain_receives.sole_writer(rank, plan, num_pages, name)
+        return self.plain_receives.sole_writer(rank, plan, num_pages, name) if self._direct else None
 
-    def post(self, req: ReceiverRequest, sole: SoleWriter, name: bytes) -> None:
-        self.plain_receives.post(req, sole, name)
+    def post(self, req: ReceiverRequest, sole: SoleWriter, name: bytes, told: int) -> bool:
+        leader = self._decider()
+        self.plain_receives.post(req, sole, name, leader=leader, told=told)
+        return self._tells(leader)
 
     def _decider(self) -> int:
         """See `torchkv.core.loop.state.requests.Receive`, ``leader``."""
@@ -341,7 +341,10 @@ class Flows:
 
     @property
     def posts(self) -> bool:
-        return self._decider() not in (ALONE, NOBODY, self._group_map.rank)
+        return self._tells(self._decider())
+
+    def _tells(self, leader: int) -> bool:
+        return leader not in (ALONE, NOBODY, self._group_map.rank)
 
     def grant(self, req: ReceiverRequest) -> bool:
         assert req.flow is not None

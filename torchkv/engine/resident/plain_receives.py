@@ -37,7 +37,7 @@ class SoleWriter:
 
 
 class PlainReceives:
-    """One rank's, which is alone in its instance. held: what is on the loop."""
+    """One rank's. held: what is on the loop."""
 
     def __init__(self, core: Core, held: OnLoop, *, group_map: GroupMap, routes: Routes, journal: Journal) -> None:
         self._core = core
@@ -69,13 +69,18 @@ class PlainReceives:
             sole = self._known[rank] = SoleWriter(plan, connection, source, self._routes.path(rank, plan))
         return sole if self._core.peers.hears(rank) else None
 
-    def post(self, req: ReceiverRequest, sole: SoleWriter, name: bytes) -> None:
-        """The loop grants the request, and serves it. sole: what `sole_writer` has just returned."""
+    def post(self, req: ReceiverRequest, sole: SoleWriter, name: bytes, *, leader: int, told: int) -> None:
+        """The loop grants the request, and serves it. sole: what `sole_writer` has just returned.
+
+        leader, told: see `torchkv.core.loop.state.requests.Receive`.
+        """
         req.loop_path = sole.path
         req.flow = req.reserved = self._core.receives.post(
             sole.source,
             generation=req.generation,
             num_tokens=req.num_tokens,
+            leader=leader,
+            told=told,
             prefix_tokens=req.prefix_tokens,
             name=name,
             hashes=name_hashes(req.request),

@@ -96,30 +96,33 @@ class Posts:
         request: str,
         given: Int64Array,
         pages: Int64Array,
-        src: int,
+        src: tuple[int, ...],
         prefix_tokens: int,
         work: Work,
         now: float,
     ) -> ReceiverRequest | None:
-        """`post` of pages from one writer, by the resident loop: for a verb's critical path.
+        """`post` of pages of which one rank of ``src`` holds all, by the resident loop: for a verb's critical path.
 
         given: the page ids as the caller gave them, which are checked as they are copied to ``pages``. None, and
         nothing is done, if anything speaks against it or needs more thought.
         """
         group_map, requests, flows = self._group_map, self._requests, self._requests.flows
-        ranks, me = (src,), group_map.rank
-        if flows is None or requests.knows(request) or src not in group_map.info:
+        me = group_map.rank
+        if flows is None or requests.knows(request) or src[0] not in group_map.info:
             return None
-        if group_map.gap(ranks, me) is not None or group_map.contributing(ranks, me) != ranks:
+        if group_map.gap(src, me) is not None or len(ranks := group_map.contributing(src, me)) != 1:
             return None
+        if len(src) > 1 and group_map.exempt(src):
+            return None
+        writer = ranks[0]
         try:
             name = request.encode()
         except UnicodeEncodeError:
             return None
-        plan = group_map.plan(src, ranks, me)
+        plan = group_map.plan(writer, ranks, me)
         if prefix_tokens and prefix_tokens % plan.src_page_size:
             return None
-        sole = flows.sole_writer(src, plan, len(pages), name)
+        sole = flows.sole_writer(writer, plan, len(pages), name)
         if sole is None or not self._leases.try_take(given, pages, self._next_generation):
             return None
         req = ReceiverRequest(
@@ -128,7 +131,7 @@ class Posts:
             pages=pages,
             prefix_tokens=prefix_tokens,
             num_tokens=len(pages) * plan.dst_page_size,
-            writers={src: Writer(plan)},
+            writers={writer: Writer(plan)},
             work=work,
             begun_at=now,
             total=None,
@@ -136,7 +139,9 @@ class Posts:
         self._next_generation += 1
         self._leases.hold(req)
         requests.add(req)
-        flows.post(req, sole, name)
+        told = flows.post(req, sole, name, self._endings.told_leader)
+        if not told and len(group_map.siblings) > 1:
+            self.tell_post(req)
         return req
 
     def post_parts(
