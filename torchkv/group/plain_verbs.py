@@ -321,20 +321,23 @@ class PlainVerbs(RecordedVerbs):
         engine, flows = self.engine, self.engine.flows
         if type(request) is not str or type(aux) is not bytes or state_slot is not None:
             return None
-        if type(dst) is int:
-            rank = dst
-        elif len(ranks := self._targets(request, dst)) == 1:
-            rank = ranks[0]
-        else:
+        ranks = (dst,) if type(dst) is int else self._targets(request, dst)
+        if flows is None or not ranks or engine.lost or trace.isEnabledFor(logging.DEBUG):
             return None
-        req = engine.sender.requests.by_key.get((request, rank))
-        if flows is None or req is None or engine.lost or trace.isEnabledFor(logging.DEBUG):
-            return None
-        work = KVWork(f"finish({request!r})", sync_words=self._sync_words, loop=self._loop, parts=1)
+        sender, reqs = engine.sender, []
+        for rank in ranks:
+            if (req := sender.requests.by_key.get((request, rank))) is None:
+                return None
+            reqs.append(req)
+        work = KVWork(f"finish({request!r})", sync_words=self._sync_words, loop=self._loop, parts=len(reqs))
         work._verdict = True
         with engine.lock:
-            if not engine.sender.finish_whole(req, aux, work, self.clock()):
-                return None
+            for req in reqs:
+                if not sender.is_whole(req, aux):
+                    return None
+            now = self.clock()
+            for req in reqs:
+                sender.finish_whole(req, aux, work, now)
         return work
 
 

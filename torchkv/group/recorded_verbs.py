@@ -130,7 +130,9 @@ class RecordedVerbs(ABC):
         if not (profiler._is_profiler_enabled or self._nvtx):
             work = self._finish_plain(request, dst, aux, state_slot)
             if work is not None:
-                return work  # which the loop records
+                if not work._in_journal:
+                    self._record(work, "finish", request, dst, None, ())
+                return work
         return self._seen("finish", request, dst, None, (), self._finish, request, dst, aux, state_slot)
 
     def withdraw(self, request: str) -> KVWork:
@@ -231,7 +233,7 @@ class RecordedVerbs(ABC):
         if plain and not (profiler._is_profiler_enabled or self._nvtx):
             work = self._send_plain(verb, request, layers, pages, dst, start, event, from_prompt)
             if work is not None:
-                if work._parts > 1:  # else the loop records it
+                if not work._in_journal:
                     self._record(work, verb, request, dst, layers, pages)
                 return work
         call = self._send_any

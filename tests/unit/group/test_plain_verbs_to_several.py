@@ -63,10 +63,12 @@ def forbid_the_general_way(rank: Rank, patch: pytest.MonkeyPatch) -> None:
         raise AssertionError("not the straight way")
 
     patch.setattr(rank, "_send_any", general)
+    patch.setattr(rank, "_finish", general)
 
 
 def all_general(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PlainVerbs, "_send_plain", lambda *_: None)
+    patch.setattr(PlainVerbs, "_finish_plain", lambda *_: None)
 
 
 def outcome(call: Callable[[], object]) -> str:
@@ -116,10 +118,7 @@ def test_it_leaves_behind_what_the_general_way_does(
         if plain:
             forbid_the_general_way(writer, monkeypatch)
         works = [writer.send_slice("r", 1, [*held, *SENT], dst, **origin)]
-        works += [
-            writer.send_pages("r", torch.from_numpy(SENT[at : at + 1]), dst, layers=2, start=len(held) + at, **origin)
-            for at in range(3)
-        ]
+        works.append(writer.send_pages("r", torch.from_numpy(np.array([*held, *SENT])), dst, layers=2, **origin))
         works.append(writer.send_pages("r", np.array([*held, *SENT]), dst, layers=3, **origin))
         left = end(cluster, dst)
         nbytes = [work.bytes for work in works]
@@ -131,6 +130,34 @@ def test_it_leaves_behind_what_the_general_way_does(
     plain = False
     all_general(monkeypatch)
     assert run() == straight
+
+
+def test_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their verbs are plain, and their finish, which must look at each page, is not."""
+    cluster = new_cluster()
+    poison(cluster)
+    writer = granted(cluster)
+    with monkeypatch.context() as patch:
+        forbid_the_general_way(writer, patch)
+        for layer in (1, 2, 3):
+            for at in range(3):
+                writer.send_pages("r", SENT[at : at + 1], "d", layers=layer, start=at)
+        with pytest.raises(AssertionError, match="not the straight way"):
+            writer.finish("r", "d")
+    end(cluster, "d")
+
+
+def test_a_finish_of_which_one_receiver_lacks_a_layer_changes_nothing() -> None:
+    cluster = new_cluster()
+    poison(cluster)
+    writer = granted(cluster)
+    for layer in (1, 2):
+        writer.send_slice("r", layer, SENT, "d")
+    writer.send_slice("r", 3, SENT, 1)
+    assert "layer 3 page 0" in outcome(lambda: writer.finish("r", "d"))
+    assert [writer.engine.sender.requests.by_key["r", rank].finish for rank in (1, 2)] == [None, None]
+    writer.send_slice("r", 3, SENT, 2)
+    end(cluster, "d")
 
 
 @pytest.mark.parametrize("from_prompt", [False, True])

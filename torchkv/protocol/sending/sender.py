@@ -190,10 +190,10 @@ class Sender:
         req.finish = Finish(work, aux)
         self.handover.finish(req, now)
 
-    def finish_whole(self, req: SenderRequest, aux: bytes, work: Work, now: float) -> bool:
-        """`check_finish` and `finish` in one, of a bound request on the loop, if verbs of all pages have sent them all.
+    def is_whole(self, req: SenderRequest, aux: bytes) -> bool:
+        """Whether `finish_whole` may be called: verbs of all pages have sent all that is owed, and the loop serves it.
 
-        False, and nothing is done, if it is anything else.
+        Where it may not, `check_finish` says what is missing, if anything is.
         """
         grant, flows = req.grant, self.handover.flows
         if req.flow is None or grant is None or req.finish is not None or flows is None or not req.num_pages:
@@ -202,13 +202,16 @@ class Sender:
         if plan.state is not None and not req.states.issuperset(plan.state.layers):
             return False
         fits = seal_matches(req.num_pages, plan.src_page_size, len(grant.pages), plan.dst_page_size)
-        if not fits or not req.sent_all_of(plan.layers) or not flows.may_finish(aux):
-            return False
+        return fits and req.sent_all_of(plan.layers) and flows.may_finish(aux)
+
+    def finish_whole(self, req: SenderRequest, aux: bytes, work: Work, now: float) -> None:
+        """As `finish`, if `is_whole`: for a verb's critical path."""
+        flows = self.handover.flows
+        assert flows is not None
         req.finish = Finish(work, aux)
         flows.finish(req)
         if not req.running:
             req.sealed_at = req.progress_at = now
-        return True
 
     def cancel(self, request: str, work: Work, now: float) -> list[Work]:
         """Fails the requests of this name towards all receivers, and ends each when it has drained.
