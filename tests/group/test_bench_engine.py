@@ -157,7 +157,7 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert engine_table.run(["--only", "33.6 MB", "--no-nixl"]) == 1
     assert engine_table.run(["--only", "33.6 MB", "--no-nixl", "--report-only"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("33.6 MB")]
-    assert len(rows) == 2 * 2 * 5, "two runs, polled and waited, five cases"
+    assert len(rows) == 2 * 2 * 7, "two runs, polled and waited, seven cases"
     assert all("missed" in row for row in rows)
     assert sys.modules["torchkv.bench.engine_table"] is engine_table
 
