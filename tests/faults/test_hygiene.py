@@ -264,7 +264,7 @@ def many_staged(warm: int, count: int) -> list[tuple[tuple[int, ...], dict[str, 
 def test_a_thousand_staged_requests_leave_nothing_behind(pair: Ranks) -> None:
     for (before, staging), (after, staging_after) in pair.run(many_staged, 100, 1000):
         assert after[:2] == before[:2]
-        assert after[2] - before[2] < 2048  # KiB; one leaked stage a request would be 6000
+        assert after[2] - before[2] < 4096  # KiB: 100 to 350 most times; one leaked stage a request would be 6000
         assert staging == staging_after
         assert staging["in use"] in (0, 20 << 10 >> 3)  # but for a standing stage
         assert staging["quarantined"] == 0
