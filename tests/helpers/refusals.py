@@ -10,10 +10,19 @@ import pytest
 
 from torchkv import KVError, KVProcessGroup
 
-__all__ = ["Bad", "refuse"]
+__all__ = ["Bad", "outcome", "refuse"]
 
 # Name, call, type of the error, and patterns that its text must match.
 Bad: TypeAlias = tuple[str, Callable[[KVProcessGroup], Any], type[KVError], tuple[str, ...]]
+
+
+def outcome(call: Callable[[], object]) -> str:
+    """What a call raises, in words, or "accepted"."""
+    try:
+        call()
+    except KVError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
 
 
 def refuse(kv: KVProcessGroup, cases: list[Bad]) -> None:

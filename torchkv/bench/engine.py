@@ -32,8 +32,9 @@ __all__ = ["CASES", "EngineCase", "EngineResult", "Pages", "Setup", "Written", "
 
 LAYERS = 32
 HEADS, SLICE = 8, 2  # kv heads of a page, and those that a reader of slices holds
-STATE = State("ssm", (32, 64, 128), torch.float32, shard_dim=0, layers=tuple(range(24)))  # of hybrid models
-STATE_NBYTES = len(STATE.layers or ()) * math.prod(STATE.shape) * STATE.dtype.itemsize  # of a request
+STATE_LAYERS = tuple(range(24))
+STATE = State("ssm", (32, 64, 128), torch.float32, shard_dim=0, layers=STATE_LAYERS)  # of hybrid models
+STATE_NBYTES = len(STATE_LAYERS) * math.prod(STATE.shape) * STATE.dtype.itemsize  # of a request
 PAGE_NBYTES = 16 * HEADS * 128 * 2  # of one component: 16 tokens, all kv heads, bf16
 MEMORY = 5 << 29  # bytes of pages on each side, at most
 WARM = 4  # requests before the first that counts
@@ -285,7 +286,7 @@ class _Send(_Request):
             return False
         if (layer := next(self._layers, None)) is not None:
             self._kv.send_layer(self._name, layer, self._ids, 1)
-            if self._slot is not None and layer in (STATE.layers or ()):
+            if self._slot is not None and layer in STATE_LAYERS:
                 self._kv.send_state(self._name, layer, self._slot, 1)
         if layer is None or layer == LAYERS - 1:
             self._work = self._kv.finish(self._name, 1, state_slot=self._slot)

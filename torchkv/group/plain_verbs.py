@@ -333,7 +333,7 @@ class PlainVerbs(RecordedVerbs):
         work._verdict = True
         with engine.lock:
             for req in reqs:
-                if not sender.is_whole(req, aux):
+                if not sender.may_finish_whole(req, aux):
                     return None
             now = self.clock()
             for req in reqs:

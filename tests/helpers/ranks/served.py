@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from torchkv import KVProcessGroup
 from torchkv.engine.resident.standing_stages import StandingStages
 from torchkv.engine.scheduler import TransferScheduler
 from torchkv.protocol.actions import BoundGrant, SendOp
 
-__all__ = ["keep_loops_from_staging", "served_by_python", "staged_by_python"]
+__all__ = ["keep_loops_from_staging", "loops_served", "served_by_python", "staged_by_python"]
 
 
 def keep_loops_from_staging() -> None:
@@ -41,3 +44,10 @@ def served_by_python() -> Iterator[list[SendOp]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TransferScheduler, "start", noting)
         yield served
+
+
+def loops_served(kv: KVProcessGroup, served: list[SendOp]) -> bool:
+    """Whether no rank's Python has `served` anything. All ranks call it."""
+    everyone: list[Any] = [None] * kv.size()
+    dist.all_gather_object(everyone, len(served), group=kv)
+    return not any(everyone)

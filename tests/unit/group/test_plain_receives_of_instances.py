@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.helpers.references.memory import page_bytes
+from tests.helpers.refusals import outcome
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
-from torchkv.errors import KVError
 from torchkv.group.plain_verbs import PlainVerbs
 from torchkv.layout.layout import KVLayout
 
@@ -139,17 +139,10 @@ def test_what_needs_more_than_one_writer_goes_the_general_way(
     ],
 )
 def test_what_is_refused_leaves_nothing(call: Callable[[Rank], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    def outcome() -> str:
-        try:
-            call(reader)
-        except KVError as error:
-            return f"{type(error).__name__}: {error}"
-        return "accepted"
-
     world = cluster(tp(2), tp(2))
     reader = world[2]
-    said = outcome()
+    said = outcome(lambda: call(reader))
     assert not reader.engine.receiver.requests.live
     assert not reader.engine.receiver.requests.by_generation
     all_general(monkeypatch)
-    assert outcome() == said != "accepted"
+    assert outcome(lambda: call(reader)) == said != "accepted"

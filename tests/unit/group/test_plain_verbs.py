@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.helpers.references.memory import page_bytes
+from tests.helpers.refusals import outcome
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
-from torchkv.errors import KVError
 from torchkv.group.plain_verbs import PlainVerbs
 from torchkv.layout.layout import KVLayout
 
@@ -44,14 +44,6 @@ def granted(cluster: Cluster, src: int | str = WRITER, prefix_tokens: int = 0) -
 
 def waits(writer: Rank) -> bool:
     return writer.engine.sender.grants.unmet.grant(("r", READER)) is not None
-
-
-def outcome(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except KVError as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
 
 
 @pytest.fixture

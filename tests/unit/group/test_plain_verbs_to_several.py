@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.helpers.references.memory import page_bytes
+from tests.helpers.refusals import outcome
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
-from torchkv.errors import KVError
 from torchkv.group.plain_verbs import PlainVerbs
 from torchkv.layout.layout import KVLayout
 
@@ -69,14 +69,6 @@ def forbid_the_general_way(rank: Rank, patch: pytest.MonkeyPatch) -> None:
 def all_general(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PlainVerbs, "_send_plain", lambda *_: None)
     patch.setattr(PlainVerbs, "_finish_plain", lambda *_: None)
-
-
-def outcome(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except KVError as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
 
 
 def end(cluster: Cluster, dst: str | None) -> tuple[object, ...]:

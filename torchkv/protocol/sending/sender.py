@@ -190,7 +190,7 @@ class Sender:
         req.finish = Finish(work, aux)
         self.handover.finish(req, now)
 
-    def is_whole(self, req: SenderRequest, aux: bytes) -> bool:
+    def may_finish_whole(self, req: SenderRequest, aux: bytes) -> bool:
         """Whether `finish_whole` may be called: verbs of all pages have sent all that is owed, and the loop serves it.
 
         Where it may not, `check_finish` says what is missing, if anything is.
@@ -205,7 +205,7 @@ class Sender:
         return fits and req.sent_all_of(plan.layers) and flows.may_finish(aux)
 
     def finish_whole(self, req: SenderRequest, aux: bytes, work: Work, now: float) -> None:
-        """As `finish`, if `is_whole`: for a verb's critical path."""
+        """As `finish`, if `may_finish_whole`: for a verb's critical path."""
         flows = self.handover.flows
         assert flows is not None
         req.finish = Finish(work, aux)
