@@ -12,6 +12,7 @@ import torch
 
 from tests.helpers.converting import PAIRS, SCALES, numbers, same
 from tests.helpers.harness import Ranks
+from tests.helpers.ranks import convert_loop
 from tests.helpers.ranks.convert_cases import CONVERT_CASES, PARTLY, converting, staged
 from tests.helpers.ranks.gpu_pair import gpu_group, needs_gpus
 from tests.helpers.ranks.lane_transfer import Case, Report, check_reports, transfer
@@ -91,6 +92,14 @@ def test_direct(one: Case, gpu_ranks: Callable[..., Ranks]) -> None:
     reports = run(gpu_ranks(4), one)
     check_reports(reports, one, ("view",))
     assert {reports[reader].path for reader in one.readers} == {"direct"}
+
+
+@needs_gpus(1)
+@pytest.mark.parametrize("one", [*convert_loop.CASES, *GPU_CASES[-2:]], ids=lambda one: one.name)
+def test_resident_loops_convert(one: Case, gpu_ranks: Callable[..., Ranks]) -> None:
+    found = gpu_ranks(4).run(functools.partial(convert_loop.requests, device="cuda"), one, {})
+    carried, expected = (sum(numbers) for numbers in zip(*found, strict=True))
+    assert carried == expected > 0
 
 
 @needs_gpus(1)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.harness import Ranks
+from tests.helpers.ranks import state_loop
 from tests.helpers.ranks.gpu_pair import needs_gpus
 from tests.helpers.ranks.state_transfer import WAYS, Setting, hybrid, requests, tp
 
@@ -41,3 +42,12 @@ def test_state_of_layout_over_lane(setting: Setting, lane: str, gpu_ranks: Calla
     assert all(found[writer] for writer in setting.writers)
     for lanes in found:
         assert all(name.startswith(prefixes) for name in lanes), f"{lanes}, expected {prefixes}"
+
+
+@needs_gpus(1)
+@pytest.mark.parametrize("setting", state_loop.SETTINGS, ids=lambda setting: setting.name)
+def test_resident_loops_copy_states(setting: Setting, gpu_ranks: Callable[[int], Ranks]) -> None:
+    seed = secrets.randbits(60)
+    print(f"seed {seed}")  # shown when the test fails
+    found = gpu_ranks(4).run(functools.partial(state_loop.requests, device="cuda"), setting, seed, {})
+    assert {path for writer in setting.writers for path in found[writer]} == {"direct"}

@@ -29,8 +29,6 @@ class GpuKernels:
     GPU, if pages may be staged.
     """
 
-    copies_only_pages = True  # until the others have run on a GPU
-
     def __init__(self, gpu: GpuContext, local: LocalPages, packer: CudaPacker | None) -> None:
         self.errors = 0
         self._gpu = gpu

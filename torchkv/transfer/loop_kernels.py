@@ -21,8 +21,6 @@ class Launches(Protocol):
 class Kernels(Protocol):
     """What the loop needs of a rank's GPU."""
 
-    copies_only_pages: bool  # whether `launches` has kernels neither of states nor of pages that are converted
-
     def launches(self, plan: PairPlan, connection: PeerConnection, *, first: int = 0) -> Launches | None:
         """The kernels of a plan; None while they are not loaded. first: the position of its first layer."""
 

@@ -234,8 +234,6 @@ class FakeKernels:
         self._local = local
         self.lacking = False
 
-    copies_only_pages = False
-
     def launches(self, plan: PairPlan, connection: PeerConnection, *, first: int = 0) -> LaunchTable | None:
         if self.lacking:
             return None

@@ -196,7 +196,7 @@ class Routes:
         if route is not None and self.is_current(rank, route):
             return None if self._core.broken else route
         connection = self.serving(rank)
-        if connection is None or not self._can_copy(plan) or self._core.broken:
+        if connection is None or not plan.parts or self._core.broken:
             return None
         if not connection.direct:
             return self._of_puts(rank, plan, connection)
@@ -220,12 +220,6 @@ class Routes:
             size=self._size(rank),
         )
         return self._learn(rank, route)
-
-    def _can_copy(self, plan: PairPlan) -> bool:
-        """Whether the loop can do all that a plan needs, if it can reach the peer."""
-        if self._kernels is not None and self._kernels.copies_only_pages and (plan.converts or plan.owes_state):
-            return False
-        return bool(plan.parts)
 
     def _has_pieces(self, plan: PairPlan) -> bool:
         """Whether loops may stage a plan at all. Both ends decide alike."""
@@ -309,7 +303,7 @@ class Routes:
         Whether a writer has mapped this rank's pages is not known here; this rank has mapped its pages for the same
         reasons. If it has not after all, the request is taken back with its first message.
         """
-        if not all(self.serving(rank) for rank in plans) or not all(map(self._can_copy, plans.values())):
+        if not all(self.serving(rank) for rank in plans) or not all(plan.parts for plan in plans.values()):
             return False
         return all(self._is_taken(rank, plan) for rank, plan in plans.items())
 
