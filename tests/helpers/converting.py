@@ -31,6 +31,7 @@ __all__ = [
     "PAIRS",
     "SCALES",
     "Pair",
+    "close_calls",
     "numbers",
     "same",
     "converting_instances",
@@ -60,6 +61,17 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     nan = b.float().isnan()
     kind = torch.uint8 if a.dtype.itemsize == 1 else torch.int16
     return torch.equal(a.float().isnan(), nan) and torch.equal(a.view(kind)[~nan], b.view(kind)[~nan])
+
+
+def close_calls(src: torch.dtype, count: int) -> list[float]:
+    """Scales over which some number of ``src`` lies next to the middle of two numbers of fp8, or on it."""
+    rng, fp8 = np.random.default_rng(), numbers(torch.float8_e4m3fn).float()[:0x7E].numpy()
+    middles = (fp8[:-1] + fp8[1:]) / 2
+    some = numbers(src).float()
+    some = some[some.isfinite() & (some > 0)].numpy()
+    found = np.float32(rng.choice(some, count)) / np.float32(rng.choice(middles, count))
+    near = (found.view(np.int32) + rng.integers(-2, 3, count, dtype=np.int32)).view(np.float32)
+    return [float(scale) for scale in near if np.isfinite(scale) and scale > 0]
 
 
 def retyped(layout: KVLayout, dtypes: Mapping[str, torch.dtype], accept: Mapping[str, torch.dtype]) -> KVLayout:

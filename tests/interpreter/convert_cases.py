@@ -11,7 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.converting import PAIRS, SCALES, converting_instances, numbers, pairs, retyped, same
+from tests.helpers.converting import PAIRS, SCALES, close_calls, converting_instances, numbers, pairs, retyped, same
+from tests.helpers.exact_fma import exact_fma
 from tests.helpers.kernel_converting import direct_by_kernel, staged_by_kernels
 from tests.helpers.references import page_transfer
 from tests.helpers.references.page_transfer import Pool, differences, gqa, reference
@@ -30,6 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
+__all__ = ["exact_fma"]  # which all tests use
 QUANTIZE = (torch.bfloat16, torch.float8_e4m3fn)
 
 
@@ -99,6 +101,14 @@ def test_every_number(dtypes: tuple[torch.dtype, torch.dtype], scale: float, mon
     monkeypatch.setattr(kernel_launch, "CONVERT_TILE", Tile(4096, 4, 0))
     src, got = whole(dtypes, scale)
     assert same(got, convert(src, dtypes[1], scale))
+
+
+@pytest.mark.parametrize("src", [torch.bfloat16, torch.float16])
+def test_quotients_next_to_where_fp8_rounds(src: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_launch, "CONVERT_TILE", Tile(4096, 4, 0))
+    for scale in close_calls(src, 30):
+        source, got = whole((src, torch.float8_e4m3fn), scale)
+        assert same(got, convert(source, torch.float8_e4m3fn, scale)), f"scale {scale!r}"
 
 
 def test_a_bad_page_is_reported_and_nothing_is_written_for_it() -> None:

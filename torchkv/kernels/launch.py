@@ -44,8 +44,9 @@ class Tile(NamedTuple):
 # blocks fill nine tenths of the link, and 32 KiB per tile are few enough for all blocks to end at about the same time.
 TILE = Tile(2048, 8, 256)
 
-# Converting takes registers: fewer words for each thread.
-CONVERT_TILE = Tile(512, 8, 0)
+# The fastest of six whose blocks take no more registers of a multiprocessor than those of `TILE`, which have to fit
+# beside a model's kernels (docs/measurements/2026-11-27-gpu.md).
+CONVERT_TILE = Tile(1024, 16, 0)
 
 MAX_WORDS = (1 << 31) - 1 - (1 << 16)  # of one job in one launch: with one tile more it is still an int32
 

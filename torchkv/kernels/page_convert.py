@@ -2,8 +2,8 @@
 
 `torchkv.kernels.copies` is its interface; `torchkv.kernels.launch` launches it. It addresses pages as
 `torchkv.kernels.page_copy` does, but a word is a number of elements, of unlike bytes on both sides. It
-computes what `torchkv.layout.conversion.convert` computes, bit for bit, but for the sign and payload of NaN: dtypes are
-handled as integers, so that any GPU, and Triton's interpreter, round alike.
+computes what `torchkv.layout.conversion.convert` computes, bit for bit, but for the sign and payload of NaN: narrow
+dtypes are handled as integers, so that any GPU, and Triton's interpreter, round alike.
 """
 
 from __future__ import annotations
@@ -18,79 +18,96 @@ __all__ = ["NUM_INTEGERS", "convert"]
 NUM_INTEGERS = 47  # runtime parameters of the kernel; the rest are constants
 
 
-@triton.jit
-def from_bfloat16(bits):
-    return (bits << 16).to(tl.float32, bitcast=True)
+# Of all that follows, ``magnitude`` is the bits of an element without its sign, and numbers are float32, not negative.
+# NaN is left to `converted`.
 
 
 @triton.jit
-def from_float16(bits):
-    magnitude = bits & 0x7FFF
-    # Exponents 1 to 30 get a new bias, exponent 31 (infinity and NaN) the largest one, and 0 is a multiple of 2**-24.
-    number = (magnitude << 13) + 0x38000000
-    number = tl.where(magnitude >= 0x7C00, number + 0x38000000, number)
-    small = (magnitude.to(tl.float32) * 5.9604644775390625e-08).to(tl.int32, bitcast=True)
-    number = tl.where(magnitude < 0x400, small, number)
-    return (number | ((bits & 0x8000) << 16)).to(tl.float32, bitcast=True)
+def from_bfloat16(magnitude):
+    return (magnitude << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def from_fp8(bits):
-    magnitude = bits & 0x7F
-    number = tl.where(magnitude == 0x7F, 0x7FC00000, (magnitude << 20) + 0x3C000000)
-    small = (magnitude.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
-    number = tl.where(magnitude < 8, small, number)
-    return (number | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
+def from_float16(magnitude):
+    # The bits of a float32 whose exponent is 2**112 times too small, which is exact for denormals too; infinity apart.
+    number = (magnitude << 13).to(tl.float32, bitcast=True) * 5.192296858534828e33
+    return tl.where(magnitude == 0x7C00, float("inf"), number)
+
+
+@triton.jit
+def from_fp8(magnitude):
+    return (magnitude << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120; see `from_float16`
 
 
 @triton.jit
 def to_bfloat16(number):
     bits = number.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
 @triton.jit
 def to_float16(number):
     bits = number.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    rounded = (magnitude - 0x38000000 + 0xFFF + ((magnitude >> 13) & 1)) >> 13
-    # Below 2**-14 the result is a multiple of 2**-24: as the last bits of a sum with a float32 of that precision.
-    small = (magnitude.to(tl.float32, bitcast=True) + 0.5).to(tl.int32, bitcast=True) - 0x3F000000
-    half = tl.where(magnitude < 0x38800000, small, rounded)
-    half = tl.where(magnitude >= 0x477FF000, 0x7C00, half)  # rounds to 65536
-    half = tl.where(magnitude > 0x7F800000, 0x7E00, half)
-    return half | ((bits >> 16) & 0x8000)
+    # Exponents 1 to 30 get a new bias. Below 2**-14 the result is a multiple of 2**-24: as the last bits of a sum with
+    # a float32 of that precision. The minimum keeps compilers from rounding a product and this sum at once.
+    rounded = (bits - 0x38000000 + 0xFFF + ((bits >> 13) & 1)) >> 13
+    small = (tl.minimum(bits, 0x38800000).to(tl.float32, bitcast=True) + 0.5).to(tl.int32, bitcast=True) - 0x3F000000
+    half = tl.where(bits < 0x38800000, small, rounded)
+    return tl.where(bits >= 0x477FF000, 0x7C00, half)  # rounds to 65536
 
 
 @triton.jit
 def to_fp8(number):
-    bits = number.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    clamped = tl.minimum(magnitude, 0x43E00000)  # 448
+    clamped = tl.minimum(number.to(tl.int32, bitcast=True), 0x43E00000)  # 448
     rounded = (clamped - 0x3C000000 + 0x7FFFF + ((clamped >> 20) & 1)) >> 20
     # Below 2**-6 the result is a multiple of 2**-9, as in `to_float16`.
     small = (clamped.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    byte = tl.where(clamped < 0x3C800000, small, rounded)
-    byte = tl.where(magnitude > 0x7F800000, 0x7F, byte)
-    return byte | ((bits >> 24) & 0x80)
+    return tl.where(clamped < 0x3C800000, small, rounded)
 
 
 @triton.jit
-def converted(bits, scale, KIND: tl.constexpr):
-    """The elements of which ``bits`` are the bits, converted, as bits. scale: of each. KIND: see `convert`."""
-    if KIND == 0:
-        result = to_fp8(tl.div_rn(from_bfloat16(bits), scale))
-    elif KIND == 1:
-        result = to_fp8(tl.div_rn(from_float16(bits), scale))
-    elif KIND == 2:
-        result = to_bfloat16(from_fp8(bits) * scale)
-    elif KIND == 3:
-        result = to_float16(from_fp8(bits) * scale)
-    elif KIND == 4:
-        result = to_bfloat16(from_float16(bits))
+def over(number, power, divisor, reciprocal):
+    """number / scale, rounded once, for all quotients that fp8 tells from 0 and 448. The others stay below or above.
+
+    A true division takes a branch for each element. Its fast half takes five operations where the reciprocal is known:
+    a quotient and two corrections by what it leaves (Markstein 1990). With `normal` it holds for any scale.
+    """
+    number = tl.minimum(number * power, 4096.0)  # so that nothing overflows: a divisor is less than 2
+    quotient = number * reciprocal
+    quotient = tl.fma(tl.fma(-divisor, quotient, number), reciprocal, quotient)
+    return tl.fma(tl.fma(-divisor, quotient, number), reciprocal, quotient)
+
+
+@triton.jit
+def normal(scale):
+    """A power of two, and its product with ``scale``: from 1 to 2, or where ``scale`` is denormal from 2**-22."""
+    field = scale.to(tl.int32, bitcast=True) >> 23
+    power = tl.maximum((254 - field) << 23, 1 << 22).to(tl.float32, bitcast=True)
+    return power, scale * power
+
+
+@triton.jit
+def converted(bits, scale, power, divisor, reciprocal, KIND: tl.constexpr):
+    """The elements of which ``bits`` are the bits, converted, as bits. scale: of each; see `over`. KIND: as there."""
+    if KIND == 0 or KIND == 5:
+        magnitude, nan, number = bits & 0x7FFF, 0x7F80, from_bfloat16(bits & 0x7FFF)
+    elif KIND == 1 or KIND == 4:
+        magnitude, nan, number = bits & 0x7FFF, 0x7C00, from_float16(bits & 0x7FFF)
     else:
-        result = to_float16(from_bfloat16(bits))
+        magnitude, nan, number = bits & 0x7F, 0x7E, from_fp8(bits & 0x7F)
+    if KIND <= 1:
+        result = tl.where(magnitude > nan, 0x7F, to_fp8(over(number, power, divisor, reciprocal)))
+        result |= (bits >> 8) & 0x80
+    else:
+        if KIND <= 3:
+            number *= scale
+            sign = (bits & 0x80) << 8
+        else:
+            sign = bits & 0x8000
+        if KIND == 2 or KIND == 4:
+            result = tl.where(magnitude > nan, 0x7FC0, to_bfloat16(number)) | sign
+        else:
+            result = tl.where(magnitude > nan, 0x7E00, to_float16(number)) | sign
     return result
 
 
@@ -181,6 +198,8 @@ def convert(
         head -= div(head, heads_magic, heads_shift) * heads
         factors = tl.load(scales.to(tl.pointer_type(tl.int64)) + job).to(tl.pointer_type(tl.float32))
         scale = tl.load(factors + head, mask=live, other=1.0)
+        power, divisor = normal(scale)
+        reciprocal = tl.div_rn(1.0, divisor)
         rank += first_rank
         pair = rank
         if PARTS:
@@ -231,5 +250,6 @@ def convert(
         targets = tl.max_contiguous(tl.multiple_of(targets, [ELEMENTS * DST_SIZE, ELEMENTS * DST_SIZE]), [1, ELEMENTS])
         bits = tl.load(sources, mask=ok[:, None], other=0).to(tl.int32)
         bits &= 0xFF if SRC_SIZE == 1 else 0xFFFF
-        tl.store(targets, converted(bits, scale[:, None], KIND).to(dst_dtype), mask=ok[:, None])
+        result = converted(bits, scale[:, None], power[:, None], divisor[:, None], reciprocal[:, None], KIND)
+        tl.store(targets, result.to(dst_dtype), mask=ok[:, None])
         tile += tl.num_programs(0)

@@ -46,9 +46,13 @@ def test_copies_of_narrow_words(unit: int) -> None:
 def test_conversions(mode: int, kind: int) -> None:
     asm = compiled(page_convert.convert, (mode, kind, 8, 1, 512))
     assert asm["cubin"]
-    # True divisions, no flush of denormals to zero, no product and sum with one rounding.
-    assert ("div.rn.f32" in asm["ptx"]) == (kind <= 1)
-    assert not re.search(r"div\.(full|approx)|\.ftz|\bfma", asm["ptx"])
+    # A true division for each word, no flush of denormals to zero, no product and sum with one rounding but the four
+    # corrections of each of a thread's elements.
+    words, elements = 512 // (8 * 32), 8
+    assert asm["ptx"].count("div.rn.f32") == (words if kind <= 1 else 0)
+    fused = [line for line in asm["ptx"].splitlines() if "fma" in line and ", 0f00000000" not in line]  # plus 0: exact
+    assert len(fused) == (4 * words * elements if kind <= 1 else 0)
+    assert not re.search(r"div\.(full|approx)|\.ftz", asm["ptx"])
     # Wide accesses: 16 bytes of the wider side.
     assert re.search(r"(ld|st)\.global\.v4\.b32", asm["ptx"])
 
