@@ -1,4 +1,8 @@
-"""The fixed cost of a request: grant, one tiny layer, seal and verdict, compared with a bare UCX round trip."""
+"""The fixed cost of a request: grant, one tiny layer, seal and verdict, compared with a bare UCX round trip.
+
+A round trip of UCX is one of many in a row, for which both sides spin. So are these requests, but for the first of each
+batch: that one comes after work of another kind, when callers and loops may sleep. It is reported by itself.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.outcome import Outcome
+from torchkv.arrays import Int64Array
 from torchkv.bench.check import count_wrong
 from torchkv.bench.pair import fill
 from torchkv.bench.processes import run_two
@@ -22,11 +27,12 @@ from torchkv.layout.layout import KVLayout
 
 __all__ = ["RequestResult", "request_cost", "run"]
 
-PAGES = 8  # one of them is granted; the others must keep their bytes
+PAGES = 16  # half of which is granted, one by one; the others must keep their bytes
+BATCH = PAGES // 2  # requests in a row
 WARM_UP = 50
-ROUNDS = 500
+BATCHES = 100
 PINGS = 1000  # half of them before the requests, half after
-GATE_US = 500.0
+GATE_ROUND_TRIPS = 6
 POISON = 0xDD
 MAX_ADDRESS = 4096
 
@@ -35,8 +41,9 @@ MAX_ADDRESS = 4096
 class RequestResult:
     """Microseconds.
 
-    p50_us, p99_us: of a whole request. ucx_p50_us, ucx_p99_us: of a round trip of 8 bytes over UCX alone. nbytes, lane:
-    what a request moves, and the lane that carries it. wrong: bytes, over all rounds.
+    p50_us, p99_us: of a whole request that follows another. first_p50_us, first_p99_us: of the first of a batch.
+    ucx_p50_us, ucx_p99_us: of a round trip of 8 bytes over UCX alone. nbytes, lane: what a request moves, and the lane
+    that carries it. wrong: bytes, over all rounds.
     """
 
     rounds: int
@@ -44,6 +51,8 @@ class RequestResult:
     lane: str
     p50_us: float
     p99_us: float
+    first_p50_us: float
+    first_p99_us: float
     ucx_p50_us: float
     ucx_p99_us: float
     wrong: int
@@ -60,15 +69,16 @@ class RequestResult:
 
     @property
     def passed(self) -> bool:
-        return self.wrong == 0 and self.p50_us <= GATE_US
+        return self.wrong == 0 and self.ratio <= GATE_ROUND_TRIPS
 
 
 def run() -> Iterator[Outcome]:
     r = request_cost()
     line = (
-        f"request: recv_pages, grant, one layer of {r.nbytes} bytes ({r.lane}), finish and verdict in "
-        f"p50 {r.p50_us:.0f} us (gate 500 us), p99 {r.p99_us:.0f} us; {r.ratio:.1f}x and {r.ratio_p99:.1f}x "
-        f"of a bare UCX round trip (p50 {r.ucx_p50_us:.1f} us, p99 {r.ucx_p99_us:.1f} us); #wrong {r.wrong}"
+        f"request: recv_pages, grant, one layer of {r.nbytes} bytes ({r.lane}), finish and verdict, in a row: "
+        f"p50 {r.p50_us:.0f} us, p99 {r.p99_us:.0f} us, which is {r.ratio:.1f}x (gate {GATE_ROUND_TRIPS}x) and "
+        f"{r.ratio_p99:.1f}x of a bare UCX round trip (p50 {r.ucx_p50_us:.1f} us, p99 {r.ucx_p99_us:.1f} us); "
+        f"after other work: p50 {r.first_p50_us:.0f} us, p99 {r.first_p99_us:.0f} us; #wrong {r.wrong}"
     )
     verdict = {"wrong": r.wrong, "passed": r.passed}
     row = {"request": asdict(r), "ratio": r.ratio, "ratio_p99": r.ratio_p99, **verdict}
@@ -84,14 +94,17 @@ def request_cost() -> RequestResult:
     written, read = run_two(_write, _read)
     # All processes of a host read one monotonic clock, so times of the two sides can be subtracted.
     ended = np.maximum(written["ended"], read["ended"])
-    microseconds = (ended - np.asarray(read["began"]))[WARM_UP:] / 1e3
+    microseconds = ((ended - np.asarray(read["began"])) / 1e3).reshape(-1, BATCH)[WARM_UP // BATCH :]
+    first, following = microseconds[:, 0], microseconds[:, 1:]
     pings = np.asarray(written["pings"]) / 1e3
     return RequestResult(
-        rounds=ROUNDS,
+        rounds=microseconds.size,
         nbytes=written["nbytes"],
         lane=written["lane"],
-        p50_us=float(np.median(microseconds)),
-        p99_us=float(np.percentile(microseconds, 99)),
+        p50_us=float(np.median(following)),
+        p99_us=float(np.percentile(following, 99)),
+        first_p50_us=float(np.median(first)),
+        first_p99_us=float(np.percentile(first, 99)),
         ucx_p50_us=float(np.median(pings)),
         ucx_p99_us=float(np.percentile(pings, 99)),
         wrong=read["wrong"],
@@ -102,6 +115,16 @@ def _layout() -> KVLayout:
     return KVLayout.gqa(num_layers=1, num_kv_heads=1, head_dim=64, page_size=16, dtype=torch.bfloat16)
 
 
+def _orders(batch: int) -> tuple[Int64Array, Int64Array]:
+    """The source pages of a batch's requests, and their target pages. Both sides know them."""
+    rng = np.random.default_rng(batch)
+    return rng.permutation(PAGES)[:BATCH], rng.permutation(PAGES)[:BATCH]
+
+
+def _batches() -> range:
+    return range(WARM_UP // BATCH + BATCHES)
+
+
 def _write() -> dict[str, Any]:
     kv = current_group(None)
     cache = KVCache.empty(_layout(), PAGES, device="cpu")
@@ -109,15 +132,18 @@ def _write() -> dict[str, Any]:
     pings = _ping(PINGS // 2)
     ended: list[int] = []
     nbytes = 0
-    for turn in range(WARM_UP + ROUNDS):
-        fill(cache, seed=turn)
-        request, pages = f"request{turn}", np.array([turn % PAGES])
+    for batch in _batches():
+        fill(cache, seed=batch)
+        source, _ = _orders(batch)
+        requests = [(f"request {batch} {number}", source[number : number + 1]) for number in range(BATCH)]
         dist.barrier()
-        kv.prefix_tokens(request, 1)
-        work = kv.send_layer(request, 0, pages, 1)
-        kv.finish(request, 1).wait()
-        ended.append(time.monotonic_ns())
+        for request, page in requests:
+            kv.prefix_tokens(request, 1)
+            work = kv.send_layer(request, 0, page, 1)
+            kv.finish(request, 1).wait()
+            ended.append(time.monotonic_ns())
         nbytes = work.bytes
+        dist.barrier()
     lanes = kv.explain(1).lanes
     lane = max(lanes, key=lambda name: lanes[name].nbytes)
     return {"ended": ended, "pings": pings + _ping(PINGS // 2), "nbytes": nbytes, "lane": lane}
@@ -128,30 +154,32 @@ def _read() -> dict[str, Any]:
     cache = KVCache.empty(_layout(), PAGES, device="cpu")
     kv.register(cache, instance="reader")
     _pong(PINGS // 2)
-    source = KVCache.empty(_layout(), PAGES, device="cpu")
+    expected = KVCache.empty(_layout(), PAGES, device="cpu")
     began: list[int] = []
     ended: list[int] = []
     wrong = 0
-    for turn in range(WARM_UP + ROUNDS):
-        request, page = f"request{turn}", (turn * 3 + 1) % PAGES
-        pages = np.array([page])
+    for batch in _batches():
+        source, target = _orders(batch)
+        requests = [(f"request {batch} {number}", target[number : number + 1]) for number in range(BATCH)]
         dist.barrier()
         # After the barrier, so that the sender already waits for its grant when the clock starts.
         for storage in cache.storages:
             storage.fill_(POISON)
-        fill(source, seed=turn)
-        began.append(time.monotonic_ns())
-        kv.recv_pages(request, pages, 0).wait()
-        ended.append(time.monotonic_ns())
-        wrong += count_wrong(source, cache, torch.tensor([turn % PAGES]), torch.from_numpy(pages))
-        wrong += _touched(cache, page)
+        fill(expected, seed=batch)
+        for request, page in requests:
+            began.append(time.monotonic_ns())
+            kv.recv_pages(request, page, 0).wait()
+            ended.append(time.monotonic_ns())
+        wrong += count_wrong(expected, cache, torch.from_numpy(source), torch.from_numpy(target))
+        wrong += _touched(cache, target)
+        dist.barrier()
     _pong(PINGS // 2)
     return {"began": began, "ended": ended, "wrong": wrong}
 
 
-def _touched(cache: KVCache, page: int) -> int:
-    """How many bytes outside of ``page`` have been overwritten."""
-    others = torch.arange(PAGES) != page
+def _touched(cache: KVCache, pages: Int64Array) -> int:
+    """How many bytes outside of ``pages`` have been overwritten."""
+    others = torch.from_numpy(~np.isin(np.arange(PAGES), pages))
     tensors = [tensor for name in ("k", "v") for tensor in cache[name] if tensor is not None]
     return sum(int((tensor.view(torch.uint8)[others] != POISON).sum()) for tensor in tensors)
 
