@@ -1,6 +1,6 @@
 """The resident loop between pages of unlike dtypes, under the seeded scheduler of `test_simulated`.
 
-Into mapped pages, in host memory and on GPUs, and staged through a network. Broken loops:
+Into mapped pages, and staged through a network, in host memory and on GPUs. Broken loops:
 `tests.helpers.simulation.broken_loops`.
 """
 
@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.simulation.broken_loops import CONVERTS_BREAKS, CONVERTS_STAGED_BREAKS, RUNS
+from tests.helpers.simulation.broken_loops import (
+    CONVERTS_BREAKS,
+    CONVERTS_GPUS_STAGED_BREAKS,
+    CONVERTS_STAGED_BREAKS,
+    RUNS,
+)
 from tests.helpers.simulation.loop_runs import DIRECT, clean_run, plain
 from torchkv.engine.resident.flows import Flows
 from torchkv.protocol.receiving.request import ReceiverRequest
 
-WAYS = ["converts", "converts staged", "converts gpu"]
+WAYS = ["converts", "converts staged", "converts gpu", "converts gpus staged"]
 SEEDS = range(60)
 BATCH = 20
 
@@ -47,7 +52,7 @@ def test_the_runs_are_worth_their_time(way: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Flows, "_leave", left)
     for seed in SEEDS[:40]:
         clean_run(seed, **RUNS[way])
-    wanted = "staged" if way == "converts staged" else "direct"
+    wanted = "staged" if way.endswith("staged") else "direct"
     assert len(paths) > 10, paths
     assert set(paths) == {wanted}
 
@@ -64,6 +69,7 @@ def test_plain_python_gives_the_same_run(way: str) -> None:
     [
         *(("converts", name) for name in CONVERTS_BREAKS),
         *(("converts staged", name) for name in CONVERTS_STAGED_BREAKS),
+        *(("converts gpus staged", name) for name in CONVERTS_GPUS_STAGED_BREAKS),
     ],
 )
 def test_broken_loops_are_caught(way: str, name: str) -> None:

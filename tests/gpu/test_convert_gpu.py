@@ -17,6 +17,7 @@ from tests.helpers.ranks.convert_cases import CONVERT_CASES, PARTLY, converting,
 from tests.helpers.ranks.gpu_pair import gpu_group, needs_gpus
 from tests.helpers.ranks.lane_transfer import Case, Report, check_reports, transfer
 from tests.helpers.ranks.layout_cases import gqa
+from tests.helpers.ranks.served import put_by_the_loop
 from tests.helpers.ranks.small_cache import small_layout
 from torchkv import KVCache, KVLayout, TransportUnavailable, convert
 
@@ -94,12 +95,36 @@ def test_direct(one: Case, gpu_ranks: Callable[..., Ranks]) -> None:
     assert {reports[reader].path for reader in one.readers} == {"direct"}
 
 
-@needs_gpus(1)
-@pytest.mark.parametrize("one", [*convert_loop.CASES, *GPU_CASES[-2:]], ids=lambda one: one.name)
-def test_resident_loops_convert(one: Case, gpu_ranks: Callable[..., Ranks]) -> None:
-    found = gpu_ranks(4).run(functools.partial(convert_loop.requests, device="cuda"), one, {})
+def by_loops_apart(one: Case, options: dict[str, Any]) -> tuple[int, int]:
+    with put_by_the_loop():
+        return convert_loop.requests(one, options, device="cuda")
+
+
+def check_share(found: list[tuple[int, int]], share: float) -> None:
     carried, expected = (sum(numbers) for numbers in zip(*found, strict=True))
-    assert carried == expected > 0
+    assert carried == share * expected > 0
+
+
+LOOP_CASES = [*convert_loop.CASES, *GPU_CASES[-2:]]
+
+
+@needs_gpus(1)
+@pytest.mark.parametrize("one", LOOP_CASES, ids=lambda one: one.name)
+def test_resident_loops_convert(one: Case, gpu_ranks: Callable[..., Ranks]) -> None:
+    check_share(gpu_ranks(4).run(functools.partial(convert_loop.requests, device="cuda"), one, {}), 1)
+
+
+@needs_gpus(1)
+@pytest.mark.parametrize("one", LOOP_CASES, ids=lambda one: one.name)
+def test_resident_loops_convert_into_a_mapped_ring(one: Case, gpu_ranks: Callable[..., Ranks]) -> None:
+    found = gpu_ranks(4).run(functools.partial(convert_loop.requests, device="cuda"), one, {"path": "staged"})
+    check_share(found, staged(one).link_share)
+
+
+@needs_gpus(1)
+@pytest.mark.parametrize("one", LOOP_CASES, ids=lambda one: one.name)
+def test_resident_loops_convert_as_between_hosts(one: Case, gpu_ranks: Callable[..., Ranks]) -> None:
+    check_share(gpu_ranks(4, apart=True).run(by_loops_apart, one, {}), staged(one).link_share)
 
 
 @needs_gpus(1)

@@ -7,22 +7,18 @@ otherwise, because there each put takes microseconds: what is shown is that its 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
-from torchkv_ucx.channel import UCXChannel
 
 from tests.helpers.harness import Ranks
 from tests.helpers.ranks.gpu_pair import READER, WRITER, all_bytes, gpu_group, needs_gpus, registered_cache
 from tests.helpers.ranks.lane_transfer import random_fill
-from tests.helpers.ranks.served import served_by_python
+from tests.helpers.ranks.served import put_by_the_loop
 from tests.helpers.ranks.small_cache import check_transfer, meet, page_bytes
 from torchkv import KVCache, KVProcessGroup
-from torchkv.engine.resident import routes
 from torchkv.errors import TransferCancelled
-from torchkv.protocol.actions import SendOp
 
 LAYERS = 6
 MODEL = {"num_layers": LAYERS, "num_kv_heads": 8, "head_dim": 128, "page_size": 16}  # runs of 32 KiB
@@ -41,16 +37,6 @@ def apart() -> Iterator[Ranks]:
         yield ranks
     finally:
         ranks.close()
-
-
-@contextmanager
-def put_by_the_loop(*, over_cuda_ipc: bool = True) -> Iterator[list[SendOp]]:
-    """The ops that Python serves all the same."""
-    with served_by_python() as served, pytest.MonkeyPatch.context() as patch:
-        if over_cuda_ipc:
-            patch.setattr(UCXChannel, "_puts_cheaply", lambda self: True)
-            patch.setattr(routes, "puts_keep_up", lambda plan, costs: True)
-        yield served
 
 
 def rewrite(cache: KVCache, fresh: KVCache, layer: int) -> None:

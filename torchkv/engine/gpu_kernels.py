@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchkv.core.device import Gate, gate_of
+from torchkv.layout.conversion import Scales
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.transfer.peer_connection import LocalPages, PeerConnection
 
@@ -75,8 +76,8 @@ class GpuKernels:
 
         return LaunchTable(table, first=first, device=self._gpu.device, errors=self.errors, blocks=self._gpu.blocks)
 
-    def packs(self, plan: PairPlan, *, sending: bool) -> PackTable | None:
-        launcher = None if self._packer is None else self._packer.loaded(plan, sending=sending)
+    def packs(self, plan: PairPlan, scales: Scales, *, sending: bool) -> PackTable | None:
+        launcher = None if self._packer is None else self._packer.loaded(plan, scales, sending=sending)
         if launcher is None:
             return None
         from torchkv.staging.pack_table import PackTable  # imports Triton, as in `_table`

@@ -122,7 +122,7 @@ class CudaPackLauncher:
             None if shape.conversion is None else scales.of(segment.component, layer, segment.heads)
             for (segment, layer), shape in zip(self._jobs, self._geometries, strict=True)
         ]
-        self._scales = copies.ScaleTable.of(rows, pages.device) if any(row is not None for row in rows) else None
+        self.scales = copies.ScaleTable.of(rows, pages.device) if any(row is not None for row in rows) else None
 
     def _order(self, job: int) -> tuple[int, int]:
         """Sorts jobs by layer, then as in the plan: the order in which mismatches are reported."""
@@ -268,7 +268,7 @@ class CudaPackLauncher:
             limit_tokens=args.limit_tokens,
             errors=args.errors,
             blocks=args.blocks,
-            scales=self._scales,
+            scales=self.scales,
         )
 
     def _ranks(self, segment: PlanSegment, piece: Piece, limit_tokens: int) -> range:

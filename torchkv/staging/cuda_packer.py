@@ -146,11 +146,14 @@ class CudaPacker(Packer):
             self._kept.append((plan, scales))
         return self._launchers[key]
 
-    def loaded(self, plan: PairPlan, *, sending: bool) -> CudaPackLauncher | None:
-        """What packs or unpacks pieces of a plan that converts nothing, without checksums; None till it is prepared."""
+    def loaded(self, plan: PairPlan, scales: Scales, *, sending: bool) -> CudaPackLauncher | None:
+        """What packs a plan's pieces, or unpacks them, without checksums; None till it is prepared.
+
+        scales: of the receiver's pages.
+        """
         if (id(plan), sending, False) not in self._ready:
             return None
-        return self._launchers.get((id(plan), sending, id(NO_SCALES)))
+        return self._launchers.get((id(plan), sending, id(scales if plan.converts else NO_SCALES)))
 
     def _loaded(self, job: _Job, *, sending: bool) -> Generator[int, None, CudaPackLauncher | None]:
         """The launcher of the job's plan, once its kernels are loaded; None if the job is stopped before.

@@ -45,6 +45,7 @@ class PackTable:
                     rows,
                     mode=mode,
                     aligned=each.begins_group,
+                    scales=None if each.geometry.conversion is None else launcher.scales,
                     errors=errors,
                     blocks=blocks,
                     kept=self._kept,

@@ -80,7 +80,8 @@ def launch_group(
         integers, words, nbytes, tile = copied.integers, copied.words_per_pair, geometry.pair_nbytes, TILE
     else:
         converted = convert_params(geometry)
-        integers, words, nbytes, tile = converted.integers, converted.words_per_pair, converted.dst_nbytes, CONVERT_TILE
+        nbytes = converted.dst_nbytes if mode == page_copy.DIRECT else converted.stage_nbytes(mode)
+        integers, words, tile = converted.integers, converted.words_per_pair, CONVERT_TILE
     given = [0] * (_GIVEN if scales is None else _GIVEN + 1)
     given[_ERRORS] = errors
     block = ctypes.create_string_buffer(loaded.params.pack(*given, *integers), loaded.params.size)

@@ -17,7 +17,7 @@ from torchkv.core.device import NO_GATE, NUM_IDS, Gate, LoopDevice
 from torchkv.host.convert_loops import KINDS
 from torchkv.kernels import page_convert, page_copy
 from torchkv.kernels.compiled import CompiledKernel, LoadedKernel
-from torchkv.layout.conversion import convert
+from torchkv.layout.conversion import Scales, convert
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.staging.cuda_pack import CudaPackLauncher
 from torchkv.staging.pack_table import PackTable
@@ -154,9 +154,12 @@ def run_kernel(block: bytes, function: int, bad_ids: list[int]) -> None:
         given = dict(zip(_CONVERT_NAMES, _CONVERT_PARAMS.unpack(block)[: len(_CONVERT_NAMES)], strict=True))
     else:
         given = dict(zip(_NAMES, PARAMS.unpack(block)[: len(_NAMES)], strict=True))
-    mode, unit = divmod(function % _CONVERTS, 256)
+    mode, unit = divmod(function % _CONVERTS, 256)  # of a word: bytes, or elements where they are converted
+    packed_unit = unit
+    if function & _CONVERTS:
+        packed_unit *= _KINDS[function >> 21][mode == page_copy.GATHER].itemsize
     assert (given["stage"] == given["stage_stride"] == 0) == (mode == page_copy.DIRECT)
-    assert given["stage"] % unit == given["stage_stride"] % unit == 0
+    assert given["stage"] % packed_unit == given["stage_stride"] % packed_unit == 0
 
     def div(number: int, magic: str, shift: str) -> int:
         return (2 * number * (given[magic] & 0xFFFFFFFF) >> 32) >> given[shift]
@@ -182,17 +185,18 @@ def run_kernel(block: bytes, function: int, bad_ids: list[int]) -> None:
             continue
         for job in range(given["num_jobs"]):
             src, dst = (_WORD.from_address(given["jobs"] + 16 * job + 8 * i).value + places[i] for i in range(2))
-            packed = given["words_per_pair"] * unit * (ordinal - given["first_rank"])
+            packed = given["words_per_pair"] * packed_unit * (ordinal - given["first_rank"])
             packed += given["stage"] + job * given["stage_stride"]
             for row in range(given["words_per_pair"] // per_row):
                 outer, inner = divmod(row, given["n1"])
                 ours = src + outer * given["s0"] + inner * given["s1"]
                 theirs = dst + outer * given["d0"] + inner * given["d1"]
-                place = packed + row * per_row * unit
+                place = packed + row * per_row * packed_unit
+                source, target = ours if read else place, theirs if written else place
                 if function & _CONVERTS:
-                    _convert_row(given, job, row, function >> 21, unit, ours, theirs)
+                    _convert_row(given, job, row, function >> 21, unit, source, target)
                 else:
-                    ctypes.memmove(theirs if written else place, ours if read else place, per_row * unit)
+                    ctypes.memmove(target, source, per_row * unit)
 
 
 def _convert_row(given: dict[str, int], job: int, row: int, kind: int, unit: int, ours: int, theirs: int) -> None:
@@ -241,11 +245,11 @@ class FakeKernels:
             table = BaseAddressTable(plan, self._local, connection)
             return LaunchTable(table, first=first, device=torch.device("cpu"), errors=0, blocks=16)
 
-    def packs(self, plan: PairPlan, *, sending: bool) -> PackTable | None:
+    def packs(self, plan: PairPlan, scales: Scales, *, sending: bool) -> PackTable | None:
         if self.lacking:
             return None
         with fake_kernels():
-            launcher = CudaPackLauncher(plan, self._local, sending=sending)
+            launcher = CudaPackLauncher(plan, self._local, sending=sending, scales=scales)
             return PackTable(plan, launcher, device=torch.device("cpu"), errors=0, blocks=16)
 
     def gate(self, event: Any) -> Gate | None:

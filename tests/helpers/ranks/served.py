@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torchkv_ucx.channel import UCXChannel
 
 from torchkv import KVProcessGroup
+from torchkv.engine.resident import routes
 from torchkv.engine.resident.standing_stages import StandingStages
 from torchkv.engine.scheduler import TransferScheduler
 from torchkv.protocol.actions import BoundGrant, SendOp
 
-__all__ = ["keep_loops_from_staging", "loops_served", "served_by_python", "staged_by_python"]
+__all__ = ["keep_loops_from_staging", "loops_served", "put_by_the_loop", "served_by_python", "staged_by_python"]
 
 
 def keep_loops_from_staging() -> None:
@@ -43,6 +45,16 @@ def served_by_python() -> Iterator[list[SendOp]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TransferScheduler, "start", noting)
+        yield served
+
+
+@contextmanager
+def put_by_the_loop(*, over_cuda_ipc: bool = True) -> Iterator[list[SendOp]]:
+    """The ops that Python serves although the loop is let put, and pack, over CUDA IPC, as it does over a network."""
+    with served_by_python() as served, pytest.MonkeyPatch.context() as patch:
+        if over_cuda_ipc:
+            patch.setattr(UCXChannel, "_puts_cheaply", lambda self: True)
+            patch.setattr(routes, "puts_keep_up", lambda plan, costs: True)
         yield served
 
 

@@ -54,12 +54,15 @@ from torchkv.core.receives import Receives, with_slot
 from torchkv.engine.resident.flows import Flows
 from torchkv.engine.resident.routes import Routes, _Positions
 from torchkv.host.atomics import copy_bytes, load, store
+from torchkv.kernels.copies import ScaleTable
+from torchkv.kernels.launch import ConvertParams
 from torchkv.transfer.peer_connection import PeerConnection
 
 __all__ = [
     "BREAKS",
     "CALLS_BREAKS",
     "CONVERTS_BREAKS",
+    "CONVERTS_GPUS_STAGED_BREAKS",
     "CONVERTS_STAGED_BREAKS",
     "GPUS_APART_BREAKS",
     "GPUS_STAGED_BREAKS",
@@ -126,6 +129,20 @@ def _copies_what_it_is_to_convert() -> None:
 def _scales_all_heads_alike() -> None:
     real = stripes.conversion
     swap(copying, conversion=lambda seg: (*real(seg)[:-1], 1))
+
+
+def _gives_kernels_one_scale_a_job() -> None:
+    real = ScaleTable.of
+
+    def alike(rows: Any, device: torch.device) -> ScaleTable:
+        return real([row if row is None else row[:1].repeat(len(row)) for row in rows], device)
+
+    swap(ScaleTable, of=alike)
+
+
+def _counts_stages_as_pages() -> None:
+    """A kernel that packs, or unpacks, takes what it reads or writes there for pages of the receiver."""
+    swap(ConvertParams, stage_nbytes=lambda self, mode: self.dst_nbytes)
 
 
 def _takes_states_for_pages() -> None:
@@ -697,6 +714,12 @@ CONVERTS_STAGED_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
 }
 
 
+CONVERTS_GPUS_STAGED_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
+    "gives kernels one scale a job": (_gives_kernels_one_scale_a_job, True),
+    "counts stages as pages": (_counts_stages_as_pages, True),
+}
+
+
 KINDS = {
     "": BREAKS,
     "gpu": GPU_BREAKS,
@@ -708,6 +731,7 @@ KINDS = {
     "single": SINGLE_BREAKS,
     "converts": CONVERTS_BREAKS,
     "converts staged": CONVERTS_STAGED_BREAKS,
+    "converts gpus staged": CONVERTS_GPUS_STAGED_BREAKS,
     "states": STATES_BREAKS,
 }
 RUNS: dict[str, dict[str, bool]] = {  # what `loop_scenario` is given
@@ -726,6 +750,7 @@ RUNS: dict[str, dict[str, bool]] = {  # what `loop_scenario` is given
     "states gpus apart": {"stateful": True, "gpu": True, "network": True},
     "converts staged": {"converts": True, "network": True, "staged": True},
     "converts gpu": {"converts": True, "gpu": True},
+    "converts gpus staged": {"converts": True, "gpu": True, "network": True, "staged": True},
 }
 
 

@@ -68,7 +68,8 @@ def _other_lanes(seed: int, **lanes: bool) -> Scenario:
 
 
 def _converting(seed: int) -> Scenario:
-    lanes = ({}, {"gpu": True}, {}, {"network": True, "staged": True})[seed % 4]
+    staged = {"network": True, "staged": True}
+    lanes: dict[str, bool] = ({}, {"gpu": True}, {"gpu": True, **staged}, staged)[seed % 4]
     return Scenario(seed, brief=True, verbs=DIRECT, loop=True, states=(), converts=True, **lanes)
 
 

@@ -78,25 +78,28 @@ def piece_at(peer: Peer, number: int) -> int:
 @compiled
 def staged_nbytes(
     geometry: int, position: int, granted: int, src_page: int, dst_page: int, start: int, n: int, grain: int
-) -> tuple[int, int]:
+) -> tuple[int, int, int]:
     """Bytes that the sender's pages [start, start + n) of the layer at a position take in a piece, and at the receiver.
 
-    grain: of which the bytes of each segment are a multiple in the piece.
+    Last, how many fewer the former are because they are narrower. grain: of which the bytes of each segment are a
+    multiple in the piece.
     """
-    staged = nbytes = 0
+    staged = nbytes = spared = 0
     seg, end = segments(geometry, position)
     while seg < end:
         begin, stop = owed_pairs(granted, src_page, dst_page, start, n, seg + 120)
         _, there, in_stage = sizes(seg)
         of_segment = (stop - begin) * load(seg + 64) * load(seg + 88) * load(seg + 112)
-        staged += (of_segment // there * in_stage + grain - 1) // grain * grain
+        packed = of_segment // there * in_stage
+        staged += (packed + grain - 1) // grain * grain
         nbytes += of_segment
+        spared += of_segment - packed
         seg += 8 * SEGMENT_FIELDS
-    return staged, nbytes
+    return staged, nbytes, spared
 
 
 @compiled
-def _nbytes(send: Send, op: Op, at: int, start: int, count: int) -> tuple[int, int]:
+def _nbytes(send: Send, op: Op, at: int, start: int, count: int) -> tuple[int, int, int]:
     """`staged_nbytes` of the op's layer number ``at``."""
     position, grain = load(op["positions"] + 8 * at), GRAIN if send["packs"] != 0 else 1
     return staged_nbytes(
@@ -110,36 +113,35 @@ def _most(send: Send, op: Op, stage_nbytes: int) -> int:
     if send["packs"] == 0:
         return stage_nbytes // SHARE
     if op["piece"] == 0:
-        layer, _ = _nbytes(send, op, op["at"], op["start"], op["count"])
+        layer = _nbytes(send, op, op["at"], op["start"], op["count"])[0]
         op["piece"] = max(_LEAST, layer * (op["num_positions"] - op["at"]) // SHARE)
     return min(op["piece"], stage_nbytes // 3)
 
 
 @compiled
-def _cut(send: Send, op: Op, most: int) -> tuple[int, int, int, int, int]:
-    """The op's next piece: its layers are those before number ``until``; its pages; its bytes, at most ``most``; and
-    how many these are at the receiver.
+def _cut(send: Send, op: Op, most: int) -> tuple[int, int, int, tuple[int, int, int]]:
+    """The op's next piece: its layers are those before number ``until``; its pages; and its `staged_nbytes`, of which
+    the first number is at most ``most``.
 
     Whole layers that are consecutive in the plan, or else pages of the next one: at least one.
     """
-    at, until, staged, nbytes = op["at"], op["at"], 0, 0
+    at, until, total = op["at"], op["at"], (0, 0, 0)
     if op["ordinal"] == 0:
         while until < op["num_positions"]:
             follows = until == at or load(op["positions"] + 8 * until) == load(op["positions"] + 8 * until - 8) + 1
-            more, of_pages = _nbytes(send, op, until, op["start"], op["count"])
-            if not follows or staged + more > most:
+            more = _nbytes(send, op, until, op["start"], op["count"])
+            if not follows or total[0] + more[0] > most:
                 break
-            staged += more
-            nbytes += of_pages
+            total = total[0] + more[0], total[1] + more[1], total[2] + more[2]
             until += 1
     if until > at:
-        return until, op["start"], op["count"], staged, nbytes
+        return until, op["start"], op["count"], total
     start, count = op["start"] + op["ordinal"], op["count"] - op["ordinal"]
-    staged, nbytes = _nbytes(send, op, at, start, count)
-    while staged > most and count > 1:
-        count = max(1, min(count - 1, count * most // staged))
-        staged, nbytes = _nbytes(send, op, at, start, count)
-    return at + 1, start, count, staged, nbytes
+    total = _nbytes(send, op, at, start, count)
+    while total[0] > most and count > 1:
+        count = max(1, min(count - 1, count * most // total[0]))
+        total = _nbytes(send, op, at, start, count)
+    return at + 1, start, count, total
 
 
 @compiled
@@ -219,7 +221,7 @@ def pack(world: World, send: Send, op: Op, index: int) -> int:
     if peer["stage"] == 0 or peer["failed"] != 0:
         return NO_ROOM
     at = op["at"]
-    until, start, count, nbytes, payload = _cut(send, op, _most(send, op, peer["stage_nbytes"]))
+    until, start, count, (nbytes, payload, spared) = _cut(send, op, _most(send, op, peer["stage_nbytes"]))
     position = _room(peer, nbytes)
     if position < 0:
         return NO_ROOM
@@ -247,8 +249,7 @@ def pack(world: World, send: Send, op: Op, index: int) -> int:
     op["pieces"] += 1
     op["runs"] += 1
     op["nbytes"] += payload
-    if send["packs"] == 0:  # else there are gaps, and nothing is converted
-        op["spared"] += payload - nbytes
+    op["spared"] += spared
     send["moved"] += payload
     if start + count < op["start"] + op["count"]:
         op["ordinal"] += count

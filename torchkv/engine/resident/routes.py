@@ -223,7 +223,7 @@ class Routes:
 
     def _has_pieces(self, plan: PairPlan) -> bool:
         """Whether loops may stage a plan at all. Both ends decide alike."""
-        return not plan.owes_state and (self._kernels is None or not plan.converts)
+        return not plan.owes_state
 
     def is_current(self, rank: int, route: Route) -> bool:
         """Whether a route still leads to the peer, and need not become one that can stage."""
@@ -239,7 +239,7 @@ class Routes:
             return False, None
         if self._kernels is None:
             return True, None
-        packs = self._kernels.packs(plan, sending=True)
+        packs = self._kernels.packs(plan, self._connections[rank].scales, sending=True)
         return packs is not None, packs
 
     def _of_puts(self, rank: int, plan: PairPlan, connection: PeerConnection) -> Route | None:
@@ -341,7 +341,7 @@ class Routes:
             return self._local.ptr(component, layer), self._local.page_stride(component, layer), 0
 
         if id(plan) not in self._unpacked:
-            launches = None if self._kernels is None else self._kernels.packs(plan, sending=False)
+            launches = None if self._kernels is None else self._kernels.packs(plan, self._local.scales, sending=False)
             if self._kernels is not None and launches is None:
                 return None
             words = geometry(plan, lambda component, layer: (0, 0, 0), ours, self._local.scales)
