@@ -119,7 +119,8 @@ class Engine:
         )
         self.sender, self.receiver = self._machines.sender, self._machines.receiver
         self._leader = self._machines.leader
-        self.whole_pages: set[tuple[int, ...]] = set()  # destinations known to match page for page; for `Verbs`
+        # Destinations known to match page for page, of a layer group after its name. For `Verbs`.
+        self.whole_pages: set[tuple[int | str, ...]] = set()
         self.group_leases: GroupLeases | None = None  # of a rank with a cache; set by `Registration`
         self.newcomers: Newcomers | None = None  # where instances come and go
         self.closed = ""  # the reason why verbs are refused; empty while the group is open

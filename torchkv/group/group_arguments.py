@@ -15,7 +15,7 @@ from torchkv.layout.layer_groups import SEPARATOR, absent_allowed, part_name
 from torchkv.layout.layout import KVLayout
 from torchkv.protocol.messages import MAX_REQUEST_BYTES
 
-__all__ = ["GroupArguments", "LayerGroup"]
+__all__ = ["ABSENT", "GroupArguments", "LayerGroup"]
 
 ABSENT = -1  # in place of a page id
 

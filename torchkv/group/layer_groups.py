@@ -11,6 +11,7 @@ sender's absent pages are left out of what it sends; `finish` finds those that t
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,11 +31,11 @@ from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, ProtocolError
 from torchkv.group import arguments
 from torchkv.group.arguments import Layers, Origin, PageIds, Pages, Peers, StateSlot
-from torchkv.group.group_arguments import GroupArguments
-from torchkv.group.plain_verbs import layer_wait
+from torchkv.group.group_arguments import ABSENT, GroupArguments
+from torchkv.group.plain_verbs import layer_wait, trace
 from torchkv.group.verbs import Verbs
 from torchkv.layout.group_map import GroupMap
-from torchkv.layout.layer_groups import group_of
+from torchkv.layout.layer_groups import base_name, group_of, part_name
 from torchkv.options import seconds
 from torchkv.protocol.actions import ANYBODY, SendOp
 from torchkv.protocol.receiving.leases import Wanted
@@ -74,6 +75,13 @@ class GroupedVerbs(Verbs):
         super().__init__(engine, cache, wake=wake, clock=clock)
         self._arguments = GroupArguments(self.layout("register"), engine.group_map.me.num_pages)
         self._groups = self._arguments.groups
+        # For plain verbs: of layers with pages of one group alone, that group; and those that have windows.
+        self._paged = frozenset(self._arguments.paged)
+        paged = [(layer, name) for name in self._paged for layer in self._groups[name].paged]
+        self._group_of = {layer: name for layer, name in paged if [each for each, _ in paged].count(layer) == 1}
+        self._windowed = {
+            layer for layer, name in self._group_of.items() if self._groups[name].layout.window(layer) is not None
+        }
 
     # ------------------------------------------------------------------ receiver
 
@@ -146,8 +154,58 @@ class GroupedVerbs(Verbs):
 
     # ------------------------------------------------------------------ sender
 
-    def _send_plain(self, *_call: Any, **_more: Any) -> None:
-        return None
+    def _send_plain(
+        self,
+        verb: str,
+        request: str,
+        layers: Layers,
+        pages: Pages,
+        dst: Peers | None,
+        start: int,
+        event: Any,
+        from_prompt: bool,
+    ) -> KVWork | None:
+        """Plain is a verb of one layer with pages of one group, to one receiver, whose part has begun."""
+        engine, flows = self.engine, self.engine.flows
+        if type(layers) is not int or (group := self._group_of.get(layers)) is None:
+            return None
+        if flows is None or type(request) is not str or type(start) is not int or start < 0:
+            return None
+        if type(pages) is dict:
+            if group not in pages or not pages.keys() <= self._paged:
+                return None
+            pages = pages[group]
+        name = part_name(request, group)
+        rank = dst if type(dst) is int else self._only_target(name, dst)
+        req = None if rank is None else engine.sender.requests.by_key.get((name, rank))
+        if rank is None or req is None or (verb == "send_layer" and (group, rank) not in engine.whole_pages):
+            return None
+        if trace.isEnabledFor(logging.DEBUG) or (copyable := arguments.copyable_pages(pages)) is None:
+            return None
+        given, ids = copyable
+        if len(given) and given[0] == ABSENT:
+            absent = int((given != ABSENT).argmax())
+            if layers not in self._windowed or not absent:
+                return None
+            given, ids, start = given[absent:], ids[absent:], start + absent
+        if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
+            return None
+        return self._continue(req, (verb, name, (layers,), ids, rank, start, event), given, from_prompt)
+
+    def _only_target(self, name: str, dst: Peers | None) -> int | None:
+        """The one rank that a part goes to; None if there are several, or if it is not known yet."""
+        if dst is None:
+            ranks = self.engine.sender.requests.addressed.get(name, ())
+        else:
+            ranks = self._plans(name).known_targets(dst) if isinstance(dst, str) else ()
+        return ranks[0] if len(ranks) == 1 else None
+
+    def _op(
+        self, verb: str, request: str, layers: tuple[int, ...], ids: Int64Array, dst: int, start: int, event: Any
+    ) -> SendOp:
+        operation = f"{verb}({base_name(request)!r})"
+        work = KVWork(operation, sync_words=self._sync_words, loop=self._loop, parts=1)
+        return SendOp(request, dst, {}, layers, start, len(ids), work, SourcePages(ids, event, self.forced_path))
 
     def _send_any(
         self,
@@ -336,6 +394,7 @@ class GroupedVerbs(Verbs):
                     f"{operation}: use send_slice or send_pages: the pages of this rank and of {send.plans.name(rank)} "
                     "differ in heads, page size or order, so whole pages cannot be sent"
                 )
+            self.engine.whole_pages.add((group_of(send.request), rank))
 
 
 def _copied(pages: PageIds) -> PageIds:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torchkv.protocol.receiving.request import ReceiverRequest
     from torchkv.protocol.sending.request import SenderRequest
 
-__all__ = ["PlainVerbs", "layer_wait"]
+__all__ = ["PlainVerbs", "layer_wait", "trace"]
 
 trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
 
@@ -157,12 +157,18 @@ class PlainVerbs(RecordedVerbs):
         call = verb, request, held, ids, rank, start, event
         if req is None:
             return None if dst is None else self._begin(call, given, from_prompt)
+        return self._continue(req, call, given, from_prompt)
+
+    def _continue(self, req: SenderRequest, call: Call, given: Int64Array, from_prompt: bool) -> KVWork | None:
+        """Sends to a receiver whose request has begun. given: the page ids as the caller gave them, not checked."""
+        engine, flows = self.engine, self.engine.flows
+        assert flows is not None
         with engine.lock:
             if req.grant is None:
                 engine.catch_up()  # the loop may have bound it
             grant = req.grant
-            if from_prompt and grant is not None and grant.prefix_tokens:
-                if (left := self._behind(grant, call, given)) is None:
+            if grant is not None and grant.prefix_tokens and (from_prompt or grant.absent_tokens):
+                if (left := self._behind(grant, call, given, from_prompt)) is None:
                     return None
                 call, given = left
             if req.fresh and grant is not None:
@@ -285,15 +291,17 @@ class PlainVerbs(RecordedVerbs):
         if grant is None:
             return None
         if from_prompt and grant.prefix_tokens:
-            if (left := self._behind(grant, call, given)) is None:
+            if (left := self._behind(grant, call, given, from_prompt)) is None:
                 return None
             call, given = left
         return self._open(call, given, grant, None)
 
-    def _behind(self, grant: BoundGrant, call: Call, given: Int64Array) -> tuple[Call, Int64Array] | None:
-        """A call whose pages count from the prompt, without those that the receiver holds; None if one is no page."""
+    def _behind(
+        self, grant: BoundGrant, call: Call, given: Int64Array, from_prompt: bool
+    ) -> tuple[Call, Int64Array] | None:
+        """A call without the pages that the receiver holds, or needs not; None if one of these is no page."""
         verb, request, layers, ids, dst, start, event = call
-        start, _, held = behind(grant, start, len(ids), from_prompt=True)
+        start, _, held = behind(grant, start, len(ids), from_prompt=from_prompt)
         if not copy_ids(given[:held], ids[:held], self.engine.group_map.me.num_pages):
             return None
         return (verb, request, layers, ids[held:], dst, start, event), given[held:]

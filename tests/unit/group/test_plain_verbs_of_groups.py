@@ -1,0 +1,180 @@
+"""Plain verbs of a layout with layer groups, behind the first of each part: as the general way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.layer_groups import GROUPS, Lists, Views, check_received, hybrid, views
+from tests.helpers.refusals import outcome
+from tests.helpers.simulation.cluster import Cluster, Place, Rank
+from torchkv.engine.resident.plain_sends import PlainSends
+from torchkv.group.layer_groups import GroupedVerbs
+
+PAGES, PAGE_SIZE, LAYERS = 32, 4, 6
+COUNT, HELD = 6, 2  # pages of the prompt, and those of them that a receiver holds where it holds a prefix
+NO_WINDOW, WINDOW = GROUPS["full"], GROUPS["near"]  # layers
+
+
+def new_cluster() -> Cluster:
+    """A writer and a reader, of instances of one rank. A request has been served before."""
+    made = Cluster([Place("p", hybrid(), PAGES), Place("d", hybrid(), PAGES)], views=True)
+    for storage in made[0].cache.storages:
+        storage.random_(0, 255)
+    for storage in made[1].cache.storages:
+        storage.fill_(0x5A)
+    lists = {group: [0] for group in GROUPS}
+    works = [made[1].recv_pages("before", lists, "p"), made[0].send_pages("before", lists, "d")]
+    works.append(made[0].finish("before", "d"))
+    assert made.run(lambda: all(work.is_completed() for work in works), limit=5)
+    return made
+
+
+def some_lists(seed: int, absent: int, count: int = COUNT) -> dict[str, Any]:
+    """absent: pages before the windows of the group that has the shorter ones."""
+    ids = np.random.default_rng(seed).permutation(np.arange(1, PAGES))[: 3 * count].reshape(3, count)
+    lists = dict(zip(GROUPS, ids, strict=True))
+    lists["near"][:absent] = -1
+    return lists
+
+
+class Run:
+    """One request of which the layers of each group behind the first go by ``send``."""
+
+    def __init__(
+        self, *, absent: int = 0, prefix: int = 0, from_prompt: bool = False, dst: int | str | None = "d"
+    ) -> None:
+        self.cluster, self.dst = new_cluster(), dst
+        self.writer, self.reader = self.cluster[0], self.cluster[1]
+        self.before: Views = {key: array.copy() for key, array in views(self.reader.cache).items()}
+        self.target = some_lists(2, absent, COUNT - prefix)
+        rx = self.reader.recv_pages("r", self.target, "p", prefix_tokens=prefix * PAGE_SIZE)
+        self.works = [rx]
+        assert self.cluster.run(lambda: self.writer.granted("r", dst) is not None, limit=2)
+        self.source = some_lists(1, absent + (prefix if from_prompt else 0), COUNT if from_prompt else COUNT - prefix)
+        self.origin: dict[str, Any] = {"origin": "prompt"} if from_prompt else {}
+        self.sent = {name: ids[prefix if from_prompt else 0 :] for name, ids in self.source.items()}
+        for layers in GROUPS.values():
+            self.send(layers[0], verb="send_layer")
+
+    def send(self, layer: int, *, verb: str = "send_pages", pages: Any = None) -> None:
+        given = self.source if pages is None else pages
+        if verb == "send_pages":
+            work = self.writer.send_pages("r", given, self.dst, layers=layer, **self.origin)
+        else:
+            work = getattr(self.writer, verb)("r", layer, given, self.dst, **self.origin)
+        self.works.append(work)
+
+    def end(self) -> tuple[object, ...]:
+        """Finishes the request, and looks at every byte. What is counted."""
+        self.works.append(self.writer.finish("r", self.dst))
+        assert self.cluster.run(lambda: all(work.is_completed() for work in self.works), limit=5)
+        assert all(work.is_success() for work in self.works)
+        theirs: Views = views(self.writer.cache)
+        lists: Lists = self.sent
+        assert (
+            check_received(self.reader.cache, self.before, self.target, {0: (self.writer.cache.layout, theirs, lists)})
+            == []
+        )
+        for (component, layer), array in views(self.reader.cache).items():
+            group = next(name for name, layers in GROUPS.items() if layer in layers)
+            others = np.setdiff1d(np.arange(1, PAGES), self.target[group])
+            assert (array[others] == self.before[component, layer][others]).all()
+        counts = self.writer.engine.sender.counts
+        return counts.outcomes, counts.bytes, counts.taken_back, [work.bytes for work in self.works]
+
+
+def general(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GroupedVerbs, "_send_plain", lambda *_: None)
+
+
+def forbid_the_general_way(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> object:
+        raise AssertionError("not the straight way")
+
+    patch.setattr(rank, "_send_any", refuse)
+
+
+@pytest.mark.parametrize("dst", [1, "d", None])
+@pytest.mark.parametrize("absent", [0, 3])
+@pytest.mark.parametrize(("prefix", "from_prompt"), [(0, False), (0, True), (HELD, False), (HELD, True)])
+def test_it_leaves_behind_what_the_general_way_does(
+    dst: int | str | None, absent: int, prefix: int, from_prompt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*, plain: bool) -> tuple[object, ...]:
+        one = Run(absent=absent, prefix=prefix, from_prompt=from_prompt, dst=dst)
+        with monkeypatch.context() as patch:
+            if plain:
+                forbid_the_general_way(one.writer, patch)
+            else:
+                general(patch)
+            verbs = ["send_layer", "send_slice", "send_pages"]
+            for (group, layers), verb in zip(GROUPS.items(), verbs, strict=True):
+                # One list is enough where all layers are of one group; tensors and lists are as good as arrays.
+                pages = [None, {group: one.source[group].tolist()}, torch.from_numpy(one.source[group])]
+                one.send(layers[1], verb=verb, pages=pages[verbs.index(verb)])
+        return one.end()
+
+    assert run(plain=True) == run(plain=False)
+
+
+def test_the_loop_is_given_all_but_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    start = PlainSends.start_more
+
+    def noting(self: PlainSends, req: Any, op: Any, pages: Any) -> bool:
+        started.append(op.work._operation)
+        return start(self, req, op, pages)
+
+    monkeypatch.setattr(PlainSends, "start_more", noting)
+    one = Run()
+    started.clear()
+    for layers in GROUPS.values():
+        one.send(layers[1], verb="send_layer")
+    one.end()
+    assert started == ["send_layer('r')"] * 3  # under the name that the caller gave
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda kv, pages: kv.send_slice("r", NO_WINDOW[1], {**pages, "full": [0, PAGES]}, "d"),
+        lambda kv, pages: kv.send_slice("r", NO_WINDOW[1], {**pages, "full": [-1, 3]}, "d"),
+        lambda kv, pages: kv.send_slice("r", WINDOW[1], {**pages, "near": [-1, 3, -1]}, "d"),
+        lambda kv, pages: kv.send_slice("r", WINDOW[1], {**pages, "near": [-2, 3]}, "d"),
+        lambda kv, pages: kv.send_slice("r", WINDOW[1], {**pages, "near": [0.5]}, "d"),
+        lambda kv, pages: kv.send_slice("r", WINDOW[1], {**pages, "third": [1]}, "d"),
+        lambda kv, pages: kv.send_slice("r", WINDOW[1], {"full": [1]}, "d"),
+        lambda kv, pages: kv.send_slice("r", LAYERS, pages, "d"),
+        lambda kv, pages: kv.send_slice("r", WINDOW[1], pages, "d", start=1),
+        lambda kv, pages: kv.send_slice("r", WINDOW[1], pages, "d", start=-1),
+        lambda kv, pages: kv.send_slice("r", WINDOW[1], pages, "d", event="now"),
+        lambda kv, pages: kv.send_slice("r", WINDOW[1], pages, "e"),
+        lambda kv, pages: kv.send_slice("r\N{SYMBOL FOR UNIT SEPARATOR}near", WINDOW[1], pages, "d"),
+    ],
+)
+def test_what_is_refused_begins_nowhere(
+    call: Callable[[Rank, dict[str, Any]], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Run()
+    core = one.writer.engine.flows.core
+    free = len(core._free_ops)
+    said = outcome(lambda: call(one.writer, one.source))
+    assert len(core._free_ops) == free
+    general(monkeypatch)
+    assert outcome(lambda: call(one.writer, one.source)) == said != "accepted"
+
+
+def test_a_receiver_that_has_failed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Run()
+    cancel = one.reader.cancel("r")
+    assert one.cluster.run(cancel.is_completed, limit=5)
+    assert one.cluster.run(lambda: one.works[-1].exception() is not None, limit=5)
+    said = outcome(lambda: one.writer.send_slice("r", WINDOW[1], one.source, "d"))
+    assert said.startswith("TransferCancelled")
+    general(monkeypatch)
+    assert outcome(lambda: one.writer.send_slice("r", WINDOW[1], one.source, "d")) == said
