@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torchkv.kernels.gpu_context import GpuContext
 
 __all__ = [
+    "HeldLayers",
     "Layers",
     "Origin",
     "PageIds",
@@ -51,6 +52,13 @@ StateSlot = int | Mapping[str, int] | None  # by layer group, if several have st
 Layers = int | Sequence[int] | None  # global layer ids; None: all of this rank
 Peers = int | str | Sequence[int]  # a group rank, an instance name, or group ranks
 Origin = Literal["prefix", "prompt"]  # where a sender's pages are counted from
+
+
+class HeldLayers(tuple[int, ...]):
+    """Layers that this rank holds, each once, ascending. Whoever makes one sees to that, so that verbs need not."""
+
+    __slots__ = ()
+
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _INT64 = np.dtype(np.int64)
@@ -178,6 +186,8 @@ def as_layers(layers: Layers, layout: KVLayout, *, operation: str) -> tuple[int,
     """Global layer ids of this rank, ascending. Raises ``ProtocolError`` for a layer that the rank does not hold."""
     if layers is None:
         return layout.layers
+    if type(layers) is HeldLayers:
+        return layers
     if type(layers) is int and layers in layout.layers:
         return (layers,)
     if not isinstance(layers, int | np.integer | Sequence | np.ndarray):

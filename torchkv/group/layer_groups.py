@@ -30,7 +30,7 @@ from torchkv.engine.scheduler import SourcePages
 from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, ProtocolError
 from torchkv.group import arguments
-from torchkv.group.arguments import Layers, Origin, PageIds, Pages, Peers, StateSlot
+from torchkv.group.arguments import HeldLayers, Layers, Origin, PageIds, Pages, Peers, StateSlot
 from torchkv.group.group_arguments import ABSENT, GroupArguments
 from torchkv.group.plain_verbs import layer_wait, trace
 from torchkv.group.verbs import Verbs
@@ -165,9 +165,11 @@ class GroupedVerbs(Verbs):
         event: Any,
         from_prompt: bool,
     ) -> KVWork | None:
-        """Plain is a verb of one layer with pages of one group, to one receiver, whose part has begun."""
+        """Plain is a verb of layers whose pages are of one group, to one receiver, whose part has begun."""
         engine, flows = self.engine, self.engine.flows
-        if type(layers) is not int or (group := self._group_of.get(layers)) is None:
+        held = layers if type(layers) is HeldLayers else (layers,) if type(layers) is int else ()
+        groups = {self._group_of.get(layer) for layer in held}
+        if len(groups) != 1 or (group := groups.pop()) is None:
             return None
         if flows is None or type(request) is not str or type(start) is not int or start < 0:
             return None
@@ -185,12 +187,12 @@ class GroupedVerbs(Verbs):
         given, ids = copyable
         if len(given) and given[0] == ABSENT:
             absent = int((given != ABSENT).argmax())
-            if layers not in self._windowed or not absent:
+            if not self._windowed.issuperset(held) or not absent:
                 return None
             given, ids, start = given[absent:], ids[absent:], start + absent
         if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
             return None
-        return self._continue(req, (verb, name, (layers,), ids, rank, start, event), given, from_prompt)
+        return self._continue(req, (verb, name, held, ids, rank, start, event), given, from_prompt)
 
     def _only_target(self, name: str, dst: Peers | None) -> int | None:
         """The one rank that a part goes to; None if there are several, or if it is not known yet."""

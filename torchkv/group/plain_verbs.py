@@ -26,7 +26,7 @@ from torchkv.engine.scheduler import SourcePages
 from torchkv.engine.work import KVWork, LoopProgress
 from torchkv.errors import ProtocolError
 from torchkv.group import arguments
-from torchkv.group.arguments import Layers, Pages, Peers, StateSlot
+from torchkv.group.arguments import HeldLayers, Layers, Pages, Peers, StateSlot
 from torchkv.group.recorded_verbs import RecordedVerbs
 from torchkv.host.page_id_check import copy_ids
 from torchkv.protocol.actions import ANYBODY, BoundGrant, SendOp
@@ -128,7 +128,10 @@ class PlainVerbs(RecordedVerbs):
         from_prompt: bool,
     ) -> KVWork | None:
         engine, flows = self.engine, self.engine.flows
-        held = self._plain_layers.get(layers) if type(layers) is int or layers is None else None
+        if type(layers) is int or layers is None:
+            held = self._plain_layers.get(layers)
+        else:
+            held = layers if type(layers) is HeldLayers else None
         if type(request) is not str or type(start) is not int or start < 0:
             return None
         if flows is None or held is None or trace.isEnabledFor(logging.DEBUG):

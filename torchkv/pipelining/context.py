@@ -26,7 +26,7 @@ from torchkv.cuda import graph_gate
 from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, ProtocolError
 from torchkv.group import arguments
-from torchkv.group.arguments import Origin, Pages, Peers, StateSlot
+from torchkv.group.arguments import HeldLayers, Origin, Pages, Peers, StateSlot
 from torchkv.group.layer_groups import GroupedVerbs
 from torchkv.layout.layout import KVLayout
 from torchkv.pipelining.decoder_layers import GivenLayers, decoder_layers
@@ -43,7 +43,7 @@ __all__ = ["Pipeline", "pipeline"]
 
 log = logging.getLogger(__name__)
 
-Group = tuple[int, ...]  # global layer ids
+Group = HeldLayers  # global layer ids
 _Verb = tuple[str, Callable[[Group, Any], KVWork], Callable[[Group], int]]  # name in traces, the verb, its bytes
 
 # Default policies: group -> destination ranks -> policy. Threads share them, and policies are not thread-safe.
@@ -107,7 +107,8 @@ def pipeline(
         raise ProtocolError(f"{operation}: model is a {type(model).__name__}; give a torch.nn.Module, or events=")
     order = list(gates or modules.values())
     size, timer = _group_size(sending, order, tokens, group_size, policy, measures=bool(modules))
-    groups = [tuple(order[i : i + size]) for i in range(0, len(order), max(size, 1))]
+    cuts = [tuple(order[i : i + size]) for i in range(0, len(order), max(size, 1))]
+    groups = [HeldLayers(arguments.as_layers(cut, layout, operation=operation)) for cut in cuts]
     if modules and len(groups) == 1:
         # Sent when the body has ended. Without hooks on each layer, whose cost a short prefill would notice.
         groups, ends = [], list(modules.items())
@@ -185,7 +186,7 @@ class Pipeline:
     def __init__(
         self,
         sending: _Sending,
-        held: Group,
+        held: tuple[int, ...],
         modules: Mapping[nn.Module, int],
         gates: Mapping[int, Any],
         groups: Sequence[Group],
@@ -210,7 +211,7 @@ class Pipeline:
         self._error: KVError | None = None
         self.works: list[KVWork] = []
         self.groups: list[Group] = []
-        self.swept: Group = ()
+        self.swept: Group = HeldLayers()
         self.cancelled: KVWork | None = None
 
     # ------------------------------------------------------------------ the context
@@ -240,10 +241,10 @@ class Pipeline:
         try:
             if self._modules and self._no_hook_ran():
                 log.warning("%s: no layer was called through its module, so all are sent at the end", self._operation)
-            rest = tuple(self._unsent)
+            rest = HeldLayers(self._unsent)
             if rest:
                 self._send(rest, None)
-                self.swept = rest if self._error is None else ()
+                self.swept = rest if self._error is None else HeldLayers()
         finally:
             self._close()
 

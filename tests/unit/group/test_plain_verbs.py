@@ -12,6 +12,7 @@ import torch
 from tests.helpers.references.memory import page_bytes
 from tests.helpers.refusals import outcome
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
+from torchkv.group.arguments import HeldLayers
 from torchkv.group.plain_verbs import PlainVerbs
 from torchkv.layout.layout import KVLayout
 
@@ -102,12 +103,18 @@ def layer_by_layer(writer: Rank) -> None:
         writer.send_layer("r", layer, SENT.tolist(), READER)
 
 
+def as_pipelines_send(writer: Rank) -> None:
+    """Whose groups of layers are known to be this rank's."""
+    for layers in ((0, 1), (2,)):
+        writer.send_pages("r", SENT, READER, layers=HeldLayers(layers))
+
+
 def in_chunks(writer: Rank) -> None:
     for start in range(3):
         writer.send_pages("r", torch.from_numpy(SENT[start : start + 1]), READER, start=start)
 
 
-@pytest.mark.parametrize("verbs", [one_verb, layer_by_layer])
+@pytest.mark.parametrize("verbs", [one_verb, layer_by_layer, as_pipelines_send])
 def test_it_leaves_behind_what_the_general_way_does(
     verbs: Callable[[Rank], None], only_plain: Callable[[Rank], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from tests.helpers.layer_groups import GROUPS, Lists, Views, check_received, hyb
 from tests.helpers.refusals import outcome
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
 from torchkv.engine.resident.plain_sends import PlainSends
+from torchkv.group.arguments import HeldLayers
 from torchkv.group.layer_groups import GroupedVerbs
 
 PAGES, PAGE_SIZE, LAYERS = 32, 4, 6
@@ -120,6 +121,19 @@ def test_it_leaves_behind_what_the_general_way_does(
         return one.end()
 
     assert run(plain=True) == run(plain=False)
+
+
+def test_layers_that_a_pipeline_sends_at_once_are_of_one_group_or_go_the_general_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = Run()
+    with monkeypatch.context() as patch:
+        forbid_the_general_way(one.writer, patch)
+        one.works.append(one.writer.send_pages("r", one.source, "d", layers=HeldLayers(GROUPS["full"])))
+        with pytest.raises(AssertionError, match="not the straight way"):
+            one.writer.send_pages("r", one.source, "d", layers=HeldLayers((3, 4)))
+    one.works.append(one.writer.send_pages("r", one.source, "d", layers=HeldLayers((3, 4))))
+    one.end()
 
 
 def test_the_loop_is_given_all_but_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
