@@ -2,7 +2,7 @@
 
 Through mailboxes, and through a network that carries them late.
 
-The seeds of `test_simulated_loop` seldom hit these moments, so each is made here.
+The seeds of `test_simulated_loops` seldom hit these moments, so each is made here.
 """
 
 from __future__ import annotations

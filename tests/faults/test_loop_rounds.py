@@ -1,6 +1,6 @@
 """One verdict of two ranks whose resident loops meet trouble in the middle of it.
 
-The seeds of `test_simulated_loop` seldom hit these moments, so each is made here.
+The seeds of `test_simulated_loops` seldom hit these moments, so each is made here.
 """
 
 from __future__ import annotations

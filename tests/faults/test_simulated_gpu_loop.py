@@ -1,44 +1,20 @@
-"""The resident loop with pages on a GPU, under the seeded scheduler: kernels land late, are cancelled, are refused.
+"""The runs of the resident loop in `test_simulated_loops` with pages on GPUs: kernels land late, or are refused.
 
 The GPU is `tests.helpers.fakes.loop_gpu`: a stream that runs when its turn comes, also while its process is paused.
-Broken loops run as plain Python in processes of their own, as in `test_simulated_loop`.
 """
 
 from __future__ import annotations
 
 import math
-import signal
 
 import pytest
 
-from tests.helpers.simulation.broken_loops import GPU_BREAKS
 from tests.helpers.simulation.cluster import Cluster, Place
-from tests.helpers.simulation.loop_runs import DIRECT, clean_run, plain
+from tests.helpers.simulation.loop_runs import clean_run
 from tests.helpers.simulation.requests import layout
 from tests.helpers.simulation.requests import seed as new_seed
-from tests.helpers.simulation.scenario import Scenario
 from torchkv.engine.resident.flows import Flows
 from torchkv.protocol.sending.request import SenderRequest
-
-BATCH = 20
-
-
-def clean(seed: int, *, benign: bool = False) -> Scenario:
-    scenario = clean_run(seed, benign=benign, verbs=DIRECT if seed % 3 else (*DIRECT, "staged"), gpu=True)
-    assert not any(gpu.bad_ids for gpu in scenario.cluster.gpus.values())
-    return scenario
-
-
-@pytest.mark.parametrize("first", range(0, 60, BATCH))
-def test_nothing_breaks_under_faults(first: int) -> None:
-    for seed in range(first, first + BATCH):
-        clean(seed)
-
-
-@pytest.mark.parametrize("first", range(0, 40, BATCH))
-def test_a_bad_network_alone_fails_nothing(first: int) -> None:
-    for seed in range(first, first + BATCH):
-        assert all(receiving.work.is_success() for receiving in clean(seed, benign=True).receivings)
 
 
 def test_what_kernels_use_stays_until_they_have_ended() -> None:
@@ -74,14 +50,7 @@ def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return sealed
 
     monkeypatch.setattr(Flows, "take_back_send", take_back)
-    runs = [clean(seed) for seed in range(80)]
+    runs = [clean_run(seed, gpu=True) for seed in range(80)]
     assert sum(receiving.work.is_success() for run in runs for receiving in run.receivings) > 20
     assert sum(gpu.log.count("launch") for run in runs for gpu in run.cluster.gpus.values()) > 100
     assert len(landing) > 10
-
-
-@pytest.mark.parametrize("name", sorted(GPU_BREAKS))
-def test_broken_loops_are_caught(name: str) -> None:
-    done = plain("break", name, "gpu")
-    # A loop that is broken in these ways may corrupt its process: some seeds kill it before any tells what is wrong.
-    assert done.returncode in (0, -signal.SIGSEGV), done.stdout + done.stderr

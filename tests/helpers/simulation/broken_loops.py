@@ -17,7 +17,7 @@ import torch
 
 from tests.helpers.apart import PAGES, Apart, kinds
 from tests.helpers.fakes.loop_gpu import FakeEvent, LoopGpu
-from tests.helpers.simulation.loop_runs import loop_scenario
+from tests.helpers.simulation.loop_runs import RUNS, loop_scenario
 from tests.helpers.staged_apart import StagedApart
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core import core
@@ -58,21 +58,7 @@ from torchkv.kernels.copies import ScaleTable
 from torchkv.kernels.launch import ConvertParams
 from torchkv.transfer.peer_connection import PeerConnection
 
-__all__ = [
-    "BREAKS",
-    "CALLS_BREAKS",
-    "CONVERTS_BREAKS",
-    "CONVERTS_GPUS_STAGED_BREAKS",
-    "CONVERTS_STAGED_BREAKS",
-    "GPUS_APART_BREAKS",
-    "GPUS_STAGED_BREAKS",
-    "GPU_BREAKS",
-    "MOMENTS",
-    "NETWORK_BREAKS",
-    "SINGLE_BREAKS",
-    "STAGED_BREAKS",
-    "STATES_BREAKS",
-]
+__all__ = ["KINDS", "MOMENTS"]
 
 SEEDS = range(150)
 
@@ -720,7 +706,7 @@ CONVERTS_GPUS_STAGED_BREAKS: dict[str, tuple[Callable[[], None], bool]] = {
 }
 
 
-KINDS = {
+KINDS = {  # of `RUNS`: what breaks them
     "": BREAKS,
     "gpu": GPU_BREAKS,
     "network": NETWORK_BREAKS,
@@ -733,24 +719,6 @@ KINDS = {
     "converts staged": CONVERTS_STAGED_BREAKS,
     "converts gpus staged": CONVERTS_GPUS_STAGED_BREAKS,
     "states": STATES_BREAKS,
-}
-RUNS: dict[str, dict[str, bool]] = {  # what `loop_scenario` is given
-    "": {},
-    "gpu": {"gpu": True},
-    "network": {"network": True},
-    "gpus apart": {"gpu": True, "network": True},
-    "gpus staged": {"gpu": True, "network": True, "staged": True},
-    "calls": {"network": True, "system_calls": True},
-    "staged": {"network": True, "staged": True},
-    "single": {"single": True},
-    "converts": {"converts": True},
-    "states": {"stateful": True},
-    "states gpu": {"stateful": True, "gpu": True},
-    "states network": {"stateful": True, "network": True},
-    "states gpus apart": {"stateful": True, "gpu": True, "network": True},
-    "converts staged": {"converts": True, "network": True, "staged": True},
-    "converts gpu": {"converts": True, "gpu": True},
-    "converts gpus staged": {"converts": True, "gpu": True, "network": True, "staged": True},
 }
 
 

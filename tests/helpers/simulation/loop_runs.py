@@ -17,10 +17,30 @@ from torchkv.engine.resident.flows import Flows
 from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.protocol.sending.request import SenderRequest
 
-__all__ = ["DIRECT", "clean_run", "loop_scenario", "note_staged", "plain"]
+__all__ = ["DIRECT", "RUNS", "clean_run", "loop_scenario", "note_staged", "plain"]
 
 DIRECT = ("layer", "slice", "pages")  # the verbs that the loop can do
 ROOT = Path(__file__).parents[3]
+
+RUNS: dict[str, dict[str, bool]] = {  # what `loop_scenario` is given, by kind
+    "": {},
+    "gpu": {"gpu": True},
+    "network": {"network": True},
+    "gpus apart": {"gpu": True, "network": True},
+    "gpus staged": {"gpu": True, "network": True, "staged": True},
+    "calls": {"network": True, "system_calls": True},
+    "staged": {"network": True, "staged": True},
+    "single": {"single": True},
+    "single network": {"single": True, "network": True},
+    "converts": {"converts": True},
+    "states": {"stateful": True},
+    "states gpu": {"stateful": True, "gpu": True},
+    "states network": {"stateful": True, "network": True},
+    "states gpus apart": {"stateful": True, "gpu": True, "network": True},
+    "converts staged": {"converts": True, "network": True, "staged": True},
+    "converts gpu": {"converts": True, "gpu": True},
+    "converts gpus staged": {"converts": True, "gpu": True, "network": True, "staged": True},
+}
 
 
 def loop_scenario(
@@ -62,6 +82,7 @@ def clean_run(seed: int, **given: Any) -> Scenario:
     scenario = loop_scenario(seed, **given)
     problems = scenario.run()
     assert not problems, f"seed {seed}: {problems}"
+    assert not any(gpu.bad_ids for gpu in scenario.cluster.gpus.values()), f"seed {seed}: kernels got bad page ids"
     return scenario
 
 
