@@ -22,16 +22,16 @@ ABSENT = -1  # in place of a page id
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """A layer group. layout: this rank's part of it. paged, stateful: the layers held here with pages, with state."""
+    """A layer group. layout: this rank's part of it. paged, stateful: the layers held here with pages, with state.
+
+    windows: those of the layers with pages; None: one attends to all tokens.
+    """
 
     name: str
     layout: KVLayout
     paged: frozenset[int]
     stateful: frozenset[int]
-
-    @property
-    def windows(self) -> list[int | None]:
-        return [self.layout.window(layer) for layer in sorted(self.paged)]
+    windows: frozenset[int | None]
 
 
 class GroupArguments:
@@ -140,7 +140,7 @@ class GroupArguments:
 def _group(name: str, layout: KVLayout) -> LayerGroup:
     paged = frozenset(layer for c in layout.components for layer in layout.component_layers(c.name))
     stateful = frozenset(layer for s in layout.states for layer in layout.state_layers(s.name))
-    return LayerGroup(name, layout, paged, stateful)
+    return LayerGroup(name, layout, paged, stateful, frozenset(map(layout.window, paged)))
 
 
 def _length(pages: PageIds) -> int:
