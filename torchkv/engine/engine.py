@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from weakref import proxy
 
 from torchkv.control.channel import ControlChannel
 from torchkv.control.messenger import ControlMessenger, FramesByRank
 from torchkv.core.core import Core
 from torchkv.engine.callers import Callers
+from torchkv.engine.exchange import Exchange
 from torchkv.engine.layer_wait import LayerWait
 from torchkv.engine.machines import Machines
 from torchkv.engine.peers import Peers
@@ -37,20 +37,7 @@ from torchkv.layout.layer_groups import UNGROUPED
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.observe.recorder import FlightRecorder
 from torchkv.options import Options
-from torchkv.protocol.actions import Account, Action, Halt, Scatter, Settle, SettleCopied, Split, Start, Tell
-from torchkv.protocol.messages import (
-    STANDING,
-    Alive,
-    Grant,
-    Left,
-    Mailbox,
-    Message,
-    Seal,
-    StageAsk,
-    Staged,
-    StageGrant,
-    Verdict,
-)
+from torchkv.protocol.messages import Left, Mailbox
 from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.protocol.receiving.stage_allocator import StagingRing
 from torchkv.protocol.receiving.staging_credits import StagingCredits
@@ -67,20 +54,7 @@ __all__ = ["Engine"]
 log = logging.getLogger(__name__)
 
 TICK = 0.05  # seconds between two checks of all deadlines
-REPLY_SPIN = 0.001  # seconds for which the driver should spin when a reply is due: usually it comes at once
 GATE_POLL = 0.0002  # seconds between two queries of an event that only the host can query
-# Messages that are soon followed by another one of the same request, or by a verb of the caller.
-LATENCY_CRITICAL = (Grant, Alive, StageAsk, Staged, StageGrant)
-
-
-class Newcomers(Protocol):
-    """Greets those who are no members yet, and lets them in: see `joining.membership`. Driver's thread only."""
-
-    def receive(self, greetings: Sequence[bytes], now: float) -> None: ...
-
-    def tick(self, now: float) -> None: ...
-
-    def close(self, error: KVError) -> None: ...
 
 
 class Engine:
@@ -122,11 +96,9 @@ class Engine:
         # Destinations known to match page for page, of a layer group after its name. For `Verbs`.
         self.whole_pages: set[tuple[int | str, ...]] = set()
         self.group_leases: GroupLeases | None = None  # of a rank with a cache; set by `Registration`
-        self.newcomers: Newcomers | None = None  # where instances come and go
         self.closed = ""  # the reason why verbs are refused; empty while the group is open
         self._transport = transport
         self.messenger = ControlMessenger(group_map, key, control)
-        self._to_self: deque[Message] = deque()  # messages of this rank to itself
         self.scheduler = TransferScheduler(
             sender=self.sender,
             lock=self.lock,
@@ -159,10 +131,18 @@ class Engine:
             packer=None if memory.staging is None else memory.staging.packer,
             send_stage_messages=weakly(self._send_stage_messages),
         )
+        self.exchange = Exchange(
+            group_map,
+            self._machines,
+            lock=self.lock,
+            messenger=self.messenger,
+            peers=self.peers,
+            callers=self.callers,
+            scheduler=self.scheduler,
+            unpacker=self._unpacker,
+        )
         self.wake: Callable[[], None] = lambda: None  # tells the driver that there is something to do
         self.needs_gil: Callable[[], None] = lambda: None  # the driver is to get the GIL soon from now on
-        self.serves: Callable[[], None] = lambda: None  # the driver serves requests itself
-        self.spin_until = 0.0  # the driver should spin, not sleep, until this time: a reply is due
         self._next_tick = 0.0
         self._now = 0.0  # the time of the current step
         self._seen_news = -1  # of the latest `catch_up`
@@ -188,6 +168,7 @@ class Engine:
             )
             # A proxy, because the flows hold the state machines: see `weak_callback`.
             self.sender.handover.flows = self.receiver.requests.flows = self._leader.flows = proxy(self.flows)
+            self.exchange.flows = self.flows
 
     def _standing_stages(self, core: Core, memory: LocalMemory) -> Callable[[Routes], StandingStages] | None:
         """Makes the standing stages of the resident loop; None where it stages nothing."""
@@ -215,7 +196,7 @@ class Engine:
         self._now = now
         busy = self._follow_loop()
         if heard:
-            busy |= self._receive_messages(now, heard)
+            busy |= self.exchange.receive(now, heard)
         if self.peers.follow(now):
             busy = self.callers.has_news = True
         busy |= self._settle(now)
@@ -229,8 +210,8 @@ class Engine:
         if now >= self._next_tick:
             self._next_tick = now + TICK
             self.peers.run_deferred_frees()
-            if self.newcomers is not None:
-                self.newcomers.tick(now)
+            if self.exchange.newcomers is not None:
+                self.exchange.newcomers.tick(now)
             with self.lock:
                 self.callers.has_news |= self._machines.tick(now)
                 if self.flows is not None:
@@ -267,7 +248,7 @@ class Engine:
     def _settle(self, now: float) -> bool:
         """Carries out the state machines' actions, sends messages, completes works. True if there were any."""
         with self.lock:
-            performed = self._perform(now)
+            performed = self.exchange.perform(now)
             frames = self.messenger.frames(now)
         if frames:
             self.messenger.send(frames)
@@ -279,34 +260,12 @@ class Engine:
         """Sends messages about stages in the middle of a step, because a stage is idle until its peer knows of it."""
         with self.lock:
             for rank, message in self._machines.take_stage_messages():
-                self._tell(rank, message, self._now)
+                self.exchange.tell(rank, message, self._now)
             frames = self.messenger.frames(self._now)
         self.messenger.send(frames)
 
-    def take_grants(self, now: float) -> FramesByRank:
-        """The frames of the grants just posted. Under the lock; the caller passes them to `send_now` without the lock.
-
-        A caller sends its grants itself because waking the driver takes longer. Returns nothing, and leaves all to the
-        driver, if an action is no message, or if a writer has no connection yet: only the driver can make one.
-        """
-        if not self.receiver.actions and not self._to_self:  # the loop tells of them
-            return []
-        tells: list[Tell] = []
-        for action in self.receiver.actions:
-            if not isinstance(action, Tell):
-                return []
-            if isinstance(action.message, Grant) and not self.peers.is_watched(action.rank):
-                return []
-            tells.append(action)
-        self.receiver.actions.clear()
-        for tell in tells:
-            self._tell(tell.rank, tell.message, now)
-        while self._to_self:
-            self._handle(self.group_map.rank, self._to_self.popleft(), now)
-        return self.messenger.frames(now, {tell.rank for tell in tells if tell.rank != self.group_map.rank})
-
     def send_now(self, frames: FramesByRank) -> None:
-        """Sends what `take_grants` returned. Any thread."""
+        """Sends what `Exchange.take_grants` returned. Any thread."""
         self.messenger.send_now(frames)
 
     def next_wake(self, now: float) -> float:
@@ -379,7 +338,7 @@ class Engine:
             self.closed = str(error)
             self.sender.fail_all(error)
             self.receiver.fail_all(error)
-            self._perform(now)
+            self.exchange.perform(now)
         self.callers.has_news = True
         self.callers.announce()
 
@@ -388,8 +347,8 @@ class Engine:
         with self.lock:
             self.sender.end_all(error)
         self._settle(now)
-        if self.newcomers is not None:
-            self.newcomers.close(error)
+        if self.exchange.newcomers is not None:
+            self.exchange.newcomers.close(error)
 
     def leave(self, now: float) -> None:
         """Ends the resident loop, after `end_all`, and says so. What the loop served is Python's by now."""
@@ -427,52 +386,7 @@ class Engine:
                 if slot is not None:
                     self.messenger.tell(info.rank, Mailbox(slot))
 
-    def _receive_messages(self, now: float, readable: int) -> bool:
-        frames = self.messenger.receive(readable)
-        if self.newcomers is not None:
-            self.newcomers.receive(self.messenger.take_greetings(), now)
-        if not frames:
-            return False
-        with self.lock:
-            for source, frame in frames:
-                for message in self.messenger.accept(source, frame):
-                    self.callers.has_news = True
-                    try:
-                        self._handle(source, message, now)
-                    except KVError as error:
-                        self.messenger.dropped += 1
-                        log.warning("rank %d ignored a message of rank %d: %s", self.group_map.rank, source, error)
-        return True
-
-    def _handle(self, src: int, message: Message, now: float) -> None:
-        if isinstance(message, LATENCY_CRITICAL):
-            self.spin_until = now + REPLY_SPIN
-        elif isinstance(message, Verdict):
-            self.spin_until = now
-        if self._machines.handle(src, message, now):
-            if isinstance(message, StageGrant) and message.generation == STANDING and self.flows is not None:
-                self.flows.take_stages()
-            if isinstance(message, StageAsk) and self.flows is not None:
-                self.flows.offer_stage(src)
-            return
-        if isinstance(message, Left):
-            self.peers.on_left(src, now)
-        elif isinstance(message, Mailbox) and self.flows is not None:
-            self.flows.core.peers.on_mailbox(src, message.slot)
-
-    # ------------------------------------------------------------------ actions
-
-    def _perform(self, now: float) -> bool:
-        """Carries out the state machines' actions until there are no more. Under the lock."""
-        performed = False
-        while (actions := self._machines.take_actions()) or self._to_self:
-            performed = True
-            for action in actions:
-                self._act(action, now)
-            while self._to_self:
-                self.callers.has_news = True
-                self._handle(self.group_map.rank, self._to_self.popleft(), now)
-        return performed
+    # ------------------------------------------------------------------ what the resident loop has done
 
     def poll(self, *, verdict: bool = False) -> None:
         """Completes the works that the resident loop has ended. For a thread that asks whether one is complete.
@@ -485,7 +399,7 @@ class Engine:
             return
         with self.lock:
             self.catch_up()
-            rest = self.has_actions
+            rest = self.exchange.has_actions
         if rest:
             self.wake()
 
@@ -515,43 +429,6 @@ class Engine:
         assert self.flows is not None
         self.needs_gil()
         self.flows.core.make_eager()
-
-    @property
-    def has_actions(self) -> bool:
-        """Whether the driver has something to carry out. Under the lock."""
-        return bool(self._machines.has_actions or self._to_self or self.callers.pending)
-
-    def _act(self, action: Action, now: float) -> None:
-        match action:
-            case Tell():
-                self._tell(action.rank, action.message, now)
-            case Settle() | SettleCopied():
-                self.callers.settle(action)
-            case Account():
-                action.work._account(action.nbytes, action.path)
-            case Split():
-                action.work._split(action.more)
-            case Start():
-                self.serves()
-                self.scheduler.start(action.op, action.grant)
-            case Halt():
-                self.scheduler.halt(action.op)
-            case Scatter():
-                self.serves()
-                self._unpacker.start(action)
-
-    def _tell(self, rank: int, message: Message, now: float) -> None:
-        if rank == self.group_map.rank:
-            self._to_self.append(message)
-        elif self.messenger.reaches(rank):
-            if isinstance(message, Grant) and not self.peers.is_watched(rank):
-                self.peers.watch(rank)
-            if isinstance(message, Seal) or (isinstance(message, Grant) and message.flow is None):
-                self.spin_until = now + REPLY_SPIN
-                self.serves()
-            elif isinstance(message, Verdict):
-                self.spin_until = now
-            self.messenger.tell(rank, message)
 
 
 def _staging_credits(staging: Staging | None, timeout: float, writers: Callable[[], int]) -> StagingCredits:

@@ -192,7 +192,7 @@ class ProgressThread:
         if fd is None:
             return
         gpu = None if engine is None else engine.gpu
-        spin = 0.0 if engine is None else engine.spin_until - now
+        spin = 0.0 if engine is None else engine.exchange.spin_until - now
         if gpu is not None and gpu.completions:
             awaited = [(completion.index, completion.value) for completion in gpu.completions]
             spin = REST if gpu.copy_completions else spin

@@ -149,7 +149,7 @@ def bring_up(
         thread.stop()
         raise
     engine.wake = thread.waker.wake
-    engine.needs_gil, engine.serves = thread.short_turns.begin, thread.serve
+    engine.needs_gil, engine.exchange.serves = thread.short_turns.begin, thread.serve
     return Running(thread=thread, registration=registration, engine=engine, cards=cards, secret=key)
 
 

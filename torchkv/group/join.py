@@ -108,7 +108,7 @@ class KVMember(KVVerbs):
         engine.group_map.seek = self._seek
         self._attach(running, cache, name=instance)
         # Greetings that have come before now are still there.
-        engine.newcomers = self._membership
+        engine.exchange.newcomers = self._membership
         running.thread.waker.wake()
         if store is not None and self._rank == 0:
             store.set(_key(instance), self.address)

@@ -122,8 +122,8 @@ class GroupedVerbs(Verbs):
                     work=work,
                     now=now,
                 )
-                frames = engine.take_grants(now)
-                wake = any(req.flow is None for req in reqs) or engine.has_actions
+                frames = engine.exchange.take_grants(now)
+                wake = any(req.flow is None for req in reqs) or engine.exchange.has_actions
         except KVError as error:
             with engine.lock:
                 for name in names.values():

@@ -99,8 +99,8 @@ class PlainVerbs(RecordedVerbs):
             engine.catch_up()
             now = self.clock()
             req = engine.receiver.posts.post_plain(request, given, ids, ranks, prefix_tokens, work, now)
-            frames = engine.take_grants(now)
-            wake = engine.has_actions
+            frames = engine.exchange.take_grants(now)
+            wake = engine.exchange.has_actions
         if frames:
             engine.send_now(frames)
         if wake:
@@ -239,7 +239,7 @@ class PlainVerbs(RecordedVerbs):
                 return None
             engine.catch_up()
             ranks = engine.sender.receivers(request, self.clock())
-            wake = engine.has_actions
+            wake = engine.exchange.has_actions
         if wake:
             self._wake()
         return ranks[0] if len(ranks) == 1 and ranks[0] != ANYBODY else None
@@ -278,11 +278,11 @@ class PlainVerbs(RecordedVerbs):
                 flows.plain.met(req, op, flow, index, route)
                 req.add_sent(op)
                 work = cast(KVWork, op.work)
-                wake = grant.prefix_tokens > 0 and engine.has_actions
+                wake = grant.prefix_tokens > 0 and engine.exchange.has_actions
             else:
                 engine.catch_up()
                 work = self._bind(call, given, from_prompt)
-                wake = engine.has_actions
+                wake = engine.exchange.has_actions
         if wake:
             self._wake()
         return work

@@ -98,7 +98,7 @@ def _begin(verbs: Verbs, known: Mapping[str, tuple[int, ...]], operation: str) -
         for rank in ranks:
             engine.sender.begin(name, rank, verbs.clock())
         verbs.check_alive(ranks, operation)
-    if engine.flows is None or engine.has_actions:
+    if engine.flows is None or engine.exchange.has_actions:
         engine.wake()
     return begun
 

@@ -123,8 +123,8 @@ class Verbs(PlainVerbs):
                 work=work,
                 now=now,
             )
-            frames = engine.take_grants(now)
-            return req, frames, req.flow is None or engine.has_actions
+            frames = engine.exchange.take_grants(now)
+            return req, frames, req.flow is None or engine.exchange.has_actions
 
     # ------------------------------------------------------------------ sender
 
@@ -199,7 +199,7 @@ class Verbs(PlainVerbs):
                 if op.from_prompt:  # receivers may hold unequal prefixes
                     part.prefixes = {}
                 sender.submit(part, now)
-            wake = engine.flows is None or engine.has_actions
+            wake = engine.flows is None or engine.exchange.has_actions
         if wake:
             self._wake()
 
@@ -271,7 +271,7 @@ class Verbs(PlainVerbs):
                 if source_pages is not None and rank in states:
                     self._submit_state(request, rank, states[rank], work, source_pages)
                 engine.sender.finish(request, rank, aux=data, work=work, now=self.clock())
-            wake = engine.flows is None or engine.has_actions
+            wake = engine.flows is None or engine.exchange.has_actions
         if wake:
             self._wake()
         return work

@@ -47,7 +47,7 @@ class Job:
         self.memberships: list[Membership] = []
         for rank, registration in zip(cluster.ranks, cluster.registrations, strict=True):
             membership = Membership(rank.engine, registration, registration.control, cluster.cards, secret=secret)
-            rank.engine.newcomers = membership
+            rank.engine.exchange.newcomers = membership
             self.memberships.append(membership)
 
     @property
