@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -75,13 +76,12 @@ class GroupedVerbs(Verbs):
         super().__init__(engine, cache, wake=wake, clock=clock)
         self._arguments = GroupArguments(self.layout("register"), engine.group_map.me.num_pages)
         self._groups = self._arguments.groups
-        # For plain verbs: of layers with pages of one group alone, that group; and those that have windows.
+        # For plain verbs: of layers whose pages are all of one group, that group; and those that have windows there.
         self._paged = frozenset(self._arguments.paged)
-        paged = [(layer, name) for name in self._paged for layer in self._groups[name].paged]
-        self._group_of = {layer: name for layer, name in paged if [each for each, _ in paged].count(layer) == 1}
-        self._windowed = {
-            layer for layer, name in self._group_of.items() if self._groups[name].layout.window(layer) is not None
-        }
+        paged = [(layer, group) for group in self._groups.values() for layer in group.paged]
+        times = Counter(layer for layer, _ in paged)
+        self._group_of = {layer: group.name for layer, group in paged if times[layer] == 1}
+        self._windowed = {layer for layer, group in paged if group.layout.window(layer) is not None}
 
     # ------------------------------------------------------------------ receiver
 
