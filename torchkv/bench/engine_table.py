@@ -21,9 +21,10 @@ from torchkv.bench.rivals.nixl import nixl_package
 
 __all__ = ["run"]
 
+NAME = max(len(case.name) for case in CASES)  # columns
 HEADER = (
-    f"{'request':31} {'loop':7} {'flight':>6} {'beside':7} {'transport':9} {'p50_us':>9} {'p99_us':>9} {'floor_us':>9} "
-    f"{'lost_us':>9} {'of copy':>8} {'of NIXL':>8} {'gate':>6} {'#wrong':>6}"
+    f"{'request':{NAME}} {'loop':7} {'flight':>6} {'beside':7} {'transport':9} {'p50_us':>9} {'p99_us':>9} "
+    f"{'floor_us':>9} {'lost_us':>9} {'of copy':>8} {'of NIXL':>8} {'gate':>6} {'#wrong':>6}"
 )
 
 
@@ -50,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
     results: list[EngineResult] = []
     for setup in _setups(args):
         if not setup.fits:
-            say(f"{setup.case.name:31} flight {setup.flight}: left out, its pages take more than 2.5 GiB")
+            say(f"{setup.case.name:{NAME}} flight {setup.flight}: left out, its pages take more than 2.5 GiB")
             continue
         compared = nixl is not None and not args.no_nixl and setup.case.is_plain
         rival = _run_nixl(setup) if compared else None
@@ -119,7 +120,7 @@ def _line(r: EngineResult, rival: EngineResult | None) -> str:
     ratio = "" if rival is None else f"{r.p50 / rival.p50:.2f}"
     gate = "-" if s.nixl else "met" if r.passed else "missed"
     return (
-        f"{s.case.name:31} {'polled' if s.polled else 'waited':7} {s.flight:6} {'busy' if s.busy else '-':7} "
+        f"{s.case.name:{NAME}} {'polled' if s.polled else 'waited':7} {s.flight:6} {'busy' if s.busy else '-':7} "
         f"{'NIXL' if s.nixl else 'torchkv':9} {1e6 * r.p50:9.0f} {1e6 * r.p99:9.0f} {1e6 * r.floor:9.0f} "
         f"{1e6 * r.lost:9.0f} {r.share:8.2f} {ratio:>8} {gate:>6} {r.wrong:6}"
     )
