@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from torchkv.arrays import Int64Array
 from torchkv.errors import ProtocolError, TransferCancelled
 from torchkv.integrations.arrivals import Arrival
 from torchkv.integrations.departures import Departure, Departures
@@ -63,7 +66,8 @@ class WorkerSide:
         self._sending: dict[str, _Sending] = {}
         self._receiving: dict[str, tuple[Receive, Arrival]] = {}
         self._ended: set[str] = set()  # requests that the engine has finished with, and whose pages torchkv still reads
-        self._now: list[tuple[_Sending, Send]] = []  # what this step sends by layer
+        # What this step sends by layer, and its page ids: as an array, which no layer's verb need make of a list again.
+        self._now: list[tuple[_Sending, Send, Int64Array]] = []
         self._sent_layers: set[int] = set()
 
     # ------------------------------------------------------------------ one step, in this order
@@ -92,8 +96,8 @@ class WorkerSide:
         if not self._now:
             return
         layer = self._layers[name]
-        for sending, send in self._now:
-            sending.departure.send(send.pages, start=send.start, layers=layer, origin="prompt")
+        for sending, send, pages in self._now:
+            sending.departure.send(pages, start=send.start, layers=layer, origin="prompt")
         self._sent_layers.add(layer)
 
     def load(self, step: Step) -> None:
@@ -111,9 +115,9 @@ class WorkerSide:
     def end_step(self) -> None:
         """All layers of this step have been enqueued: sends what has not been sent yet."""
         missing = [layer for layer in self._layout.layers if layer not in self._sent_layers]
-        for sending, send in self._now:
+        for sending, send, pages in self._now:
             if missing:
-                sending.departure.send(send.pages, start=send.start, layers=missing, origin="prompt")
+                sending.departure.send(pages, start=send.start, layers=missing, origin="prompt")
             sending.start, sending.pages = send.start + len(send.pages), []
         self._now = []
         self._advance()
@@ -158,7 +162,7 @@ class WorkerSide:
         assert isinstance(sending.pages, list)
         assert send.start == sending.start + len(sending.pages)
         if self._by_layer and not sending.pages and departure.granted() is not None:
-            self._now.append((sending, send))
+            self._now.append((sending, send, np.array(send.pages, dtype=np.int64)))
         sending.pages += send.pages
 
     def _advance(self) -> None:
