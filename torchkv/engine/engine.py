@@ -131,16 +131,6 @@ class Engine:
             packer=None if memory.staging is None else memory.staging.packer,
             send_stage_messages=weakly(self._send_stage_messages),
         )
-        self.exchange = Exchange(
-            group_map,
-            self._machines,
-            lock=self.lock,
-            messenger=self.messenger,
-            peers=self.peers,
-            callers=self.callers,
-            scheduler=self.scheduler,
-            unpacker=self._unpacker,
-        )
         self.wake: Callable[[], None] = lambda: None  # tells the driver that there is something to do
         self.needs_gil: Callable[[], None] = lambda: None  # the driver is to get the GIL soon from now on
         self._next_tick = 0.0
@@ -168,7 +158,17 @@ class Engine:
             )
             # A proxy, because the flows hold the state machines: see `weak_callback`.
             self.sender.handover.flows = self.receiver.requests.flows = self._leader.flows = proxy(self.flows)
-            self.exchange.flows = self.flows
+        self.exchange = Exchange(
+            group_map,
+            self._machines,
+            lock=self.lock,
+            messenger=self.messenger,
+            peers=self.peers,
+            callers=self.callers,
+            scheduler=self.scheduler,
+            unpacker=self._unpacker,
+            flows=self.flows,
+        )
 
     def _standing_stages(self, core: Core, memory: LocalMemory) -> Callable[[Routes], StandingStages] | None:
         """Makes the standing stages of the resident loop; None where it stages nothing."""

@@ -56,9 +56,8 @@ class Newcomers(Protocol):
 class Exchange:
     """One rank's. Its methods are called under the engine's lock, but for `receive`.
 
-    newcomers: where instances come and go, if they do. flows: the requests that the resident loop serves, if there is
-    one. serves: tells that the driver serves requests itself. spin_until: the driver should spin, not sleep, until this
-    time: a reply is due.
+    newcomers: where instances come and go, if they do. serves: tells that the driver serves requests itself.
+    spin_until: the driver should spin, not sleep, until this time: a reply is due.
     """
 
     def __init__(
@@ -72,7 +71,9 @@ class Exchange:
         callers: Callers,
         scheduler: TransferScheduler,
         unpacker: StageUnpacker,
+        flows: Flows | None,
     ) -> None:
+        """flows: the requests that the resident loop serves, if there is one."""
         self._group_map = group_map
         self._machines = machines
         self._lock = lock
@@ -81,9 +82,9 @@ class Exchange:
         self._callers = callers
         self._scheduler = scheduler
         self._unpacker = unpacker
+        self._flows = flows
         self._to_self: deque[Message] = deque()  # messages of this rank to itself
         self.newcomers: Newcomers | None = None
-        self.flows: Flows | None = None
         self.serves: Callable[[], None] = lambda: None
         self.spin_until = 0.0
 
@@ -113,15 +114,15 @@ class Exchange:
         elif isinstance(message, Verdict):
             self.spin_until = now
         if self._machines.handle(src, message, now):
-            if isinstance(message, StageGrant) and message.generation == STANDING and self.flows is not None:
-                self.flows.take_stages()
-            if isinstance(message, StageAsk) and self.flows is not None:
-                self.flows.offer_stage(src)
+            if isinstance(message, StageGrant) and message.generation == STANDING and self._flows is not None:
+                self._flows.take_stages()
+            if isinstance(message, StageAsk) and self._flows is not None:
+                self._flows.offer_stage(src)
             return
         if isinstance(message, Left):
             self._peers.on_left(src, now)
-        elif isinstance(message, Mailbox) and self.flows is not None:
-            self.flows.core.peers.on_mailbox(src, message.slot)
+        elif isinstance(message, Mailbox) and self._flows is not None:
+            self._flows.core.peers.on_mailbox(src, message.slot)
 
     # ------------------------------------------------------------------ what the state machines ask for
 

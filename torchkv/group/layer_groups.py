@@ -178,9 +178,10 @@ class GroupedVerbs(Verbs):
                 return None
             pages = pages[group]
         name = part_name(request, group)
-        rank = dst if type(dst) is int else self._only_target(name, dst)
-        req = None if rank is None else engine.sender.requests.by_key.get((name, rank))
-        if rank is None or req is None or (verb == "send_layer" and (group, rank) not in engine.whole_pages):
+        ranks = (dst,) if type(dst) is int else self._targets(name, dst)
+        if len(ranks) != 1 or (req := engine.sender.requests.by_key.get((name, ranks[0]))) is None:
+            return None
+        if verb == "send_layer" and (group, ranks[0]) not in engine.whole_pages:
             return None
         if trace.isEnabledFor(logging.DEBUG) or (copyable := arguments.copyable_pages(pages)) is None:
             return None
@@ -192,22 +193,15 @@ class GroupedVerbs(Verbs):
             given, ids, start = given[absent:], ids[absent:], start + absent
         if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
             return None
-        return self._continue(req, (verb, name, held, ids, rank, start, event), given, from_prompt)
-
-    def _only_target(self, name: str, dst: Peers | None) -> int | None:
-        """The one rank that a part goes to; None if there are several, or if it is not known yet."""
-        if dst is None:
-            ranks = self.engine.sender.requests.addressed.get(name, ())
-        else:
-            ranks = self._plans(name).known_targets(dst) if isinstance(dst, str) else ()
-        return ranks[0] if len(ranks) == 1 else None
+        return self._continue(req, (verb, name, held, ids, ranks[0], start, event), given, from_prompt)
 
     def _op(
         self, verb: str, request: str, layers: tuple[int, ...], ids: Int64Array, dst: int, start: int, event: Any
     ) -> SendOp:
-        operation = f"{verb}({base_name(request)!r})"
-        work = KVWork(operation, sync_words=self._sync_words, loop=self._loop, parts=1)
-        return SendOp(request, dst, {}, layers, start, len(ids), work, SourcePages(ids, event, self.forced_path))
+        """Errors name the request as its caller did. The loop, which knows the part's name alone, records nothing."""
+        op = super()._op(verb, request, layers, ids, dst, start, event)
+        op.work._operation, op.verb = f"{verb}({base_name(request)!r})", ""
+        return op
 
     def _send_any(
         self,

@@ -114,7 +114,7 @@ class PlainVerbs(RecordedVerbs):
         """The ranks that the instance which is named, or who has granted this request, is sent to; () if not known."""
         if dst is None:
             return self.engine.sender.requests.addressed.get(request, ())
-        return self.engine.group_map.known_targets(dst) if isinstance(dst, str) else ()
+        return self.engine.group_map.of(request).known_targets(dst) if isinstance(dst, str) else ()
 
     def _send_plain(
         self,

@@ -221,10 +221,6 @@ class Routes:
         )
         return self._learn(rank, route)
 
-    def _has_pieces(self, plan: PairPlan) -> bool:
-        """Whether loops may stage a plan at all. Both ends decide alike."""
-        return not plan.owes_state
-
     def is_current(self, rank: int, route: Route) -> bool:
         """Whether a route still leads to the peer, and need not become one that can stage."""
         if route.connection is not self._connections.get(rank) or not route.usable:
@@ -235,7 +231,7 @@ class Routes:
 
     def _packing(self, rank: int, plan: PairPlan, lane: NetworkLane | None) -> tuple[bool, Launches | None]:
         """Whether the loop can pack a plan into a stage of ``rank``, and the kernels that it needs for that."""
-        if self.stages is None or not self._has_pieces(plan) or not fits(plan, self.stages.to(rank, lane)):
+        if self.stages is None or not _has_pieces(plan) or not fits(plan, self.stages.to(rank, lane)):
             return False, None
         if self._kernels is None:
             return True, None
@@ -309,7 +305,7 @@ class Routes:
 
     def _is_taken(self, rank: int, plan: PairPlan) -> bool:
         """Whether the loop of a writer copies a plan, puts it, or stages it; else its Python does."""
-        may_stage = self.stages is not None and self.stages.grants and self._has_pieces(plan)
+        may_stage = self.stages is not None and self.stages.grants and _has_pieces(plan)
         if may_stage and self._of_pieces(plan) is None:
             return False  # its loop may stage, and cannot know that this one is not ready
         if self._connections[rank].direct:
@@ -323,7 +319,7 @@ class Routes:
 
         To a process of this host, short runs are Python's: by measured costs it puts or stages them. States are put.
         """
-        if self.stages is None or lane is None or not lane.is_driven or not self._has_pieces(plan):
+        if self.stages is None or lane is None or not lane.is_driven or not _has_pieces(plan):
             return False
         return not _is_coarse(plan) or any(segment.rows.run <= MAX_STAGED_RUN for segment in plan.segments)
 
@@ -331,7 +327,7 @@ class Routes:
         """How the loop unpacks the pieces of writers, by rank: any of them may stage."""
         if self.stages is None or not self.stages.grants:
             return {}
-        staged = {rank: plan for rank, plan in plans.items() if self._has_pieces(plan)}
+        staged = {rank: plan for rank, plan in plans.items() if _has_pieces(plan)}
         return {rank: pieces for rank, plan in staged.items() if (pieces := self._of_pieces(plan)) is not None}
 
     def _of_pieces(self, plan: PairPlan) -> Pieces | None:
@@ -355,6 +351,11 @@ def _costs(connection: PeerConnection, lane: NetworkLane | None, assumed: Costs)
     if connection.costs is not None or lane is None or lane.native is None:
         return connection.costs
     return replace(assumed, descriptor=lane.native.put_seconds)
+
+
+def _has_pieces(plan: PairPlan) -> bool:
+    """Whether loops may stage a plan at all. Both ends decide alike."""
+    return not plan.owes_state
 
 
 def _is_coarse(plan: PairPlan) -> bool:
