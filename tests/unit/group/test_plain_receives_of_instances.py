@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
 
 import numpy as np
 import pytest
 import torch
 
+from tests.helpers.general_way import forbid_the_general_way
 from tests.helpers.references.memory import page_bytes
 from tests.helpers.refusals import outcome
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
@@ -84,14 +84,6 @@ def _heads(senders: list[Rank], component: str, layer: int, reader: Rank) -> np.
     return whole[:, :, mine.tp_rank * size : (mine.tp_rank + 1) * size].reshape(len(SENT), -1)
 
 
-def forbid_the_general_way(world: Cluster, patch: pytest.MonkeyPatch) -> None:
-    def general(*_: object) -> NoReturn:
-        raise AssertionError("not the straight way")
-
-    for rank in world.ranks:
-        patch.setattr(rank, "_recv_pages", general)
-
-
 def all_general(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PlainVerbs, "_recv_plain", lambda *_: None)
 
@@ -101,7 +93,8 @@ def test_it_leaves_behind_what_the_general_way_does(
     writers: int, readers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = cluster(tp(writers), tp(readers))
-    forbid_the_general_way(world, monkeypatch)
+    for rank in world.ranks:
+        forbid_the_general_way(rank, monkeypatch, "_recv_pages")
     plain = request(world)
     all_general(monkeypatch)
     assert request(cluster(tp(writers), tp(readers))) == plain
@@ -122,7 +115,8 @@ def test_what_needs_more_than_one_writer_goes_the_general_way(
     writers: list[KVLayout], readers: list[KVLayout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = cluster(writers, readers)
-    forbid_the_general_way(world, monkeypatch)
+    for rank in world.ranks:
+        forbid_the_general_way(rank, monkeypatch, "_recv_pages")
     with pytest.raises(AssertionError, match="not the straight way"):
         world.ranks[-1].recv_pages("r", GRANTED, "p")
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.helpers.general_way import forbid_the_general_way
 from tests.helpers.references.memory import page_bytes
 from tests.helpers.refusals import outcome
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
@@ -49,15 +50,7 @@ def waits(writer: Rank) -> bool:
 
 @pytest.fixture
 def only_plain(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rank], None]:
-    def general(*_: object) -> NoReturn:
-        raise AssertionError("not the straight way")
-
-    def forbid(rank: Rank) -> None:
-        monkeypatch.setattr(rank, "_send_any", general)
-        monkeypatch.setattr(rank, "_finish", general)
-        monkeypatch.setattr(rank, "_recv_pages", general)
-
-    return forbid
+    return lambda rank: forbid_the_general_way(rank, monkeypatch)
 
 
 def all_general(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.layer_groups import GROUPS, Lists, Views, check_received, hybrid, views
+from tests.helpers.general_way import forbid_the_general_way
+from tests.helpers.layer_groups import GROUPS, Views, check_received, hybrid, views
 from tests.helpers.refusals import outcome
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
 from torchkv.engine.resident.plain_sends import PlainSends
@@ -75,12 +76,8 @@ class Run:
         self.works.append(self.writer.finish("r", self.dst))
         assert self.cluster.run(lambda: all(work.is_completed() for work in self.works), limit=5)
         assert all(work.is_success() for work in self.works)
-        theirs: Views = views(self.writer.cache)
-        lists: Lists = self.sent
-        assert (
-            check_received(self.reader.cache, self.before, self.target, {0: (self.writer.cache.layout, theirs, lists)})
-            == []
-        )
+        source = self.writer.cache.layout, views(self.writer.cache), self.sent
+        assert check_received(self.reader.cache, self.before, self.target, {0: source}) == []
         for (component, layer), array in views(self.reader.cache).items():
             group = next(name for name, layers in GROUPS.items() if layer in layers)
             others = np.setdiff1d(np.arange(1, PAGES), self.target[group])
@@ -91,13 +88,6 @@ class Run:
 
 def general(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GroupedVerbs, "_send_plain", lambda *_: None)
-
-
-def forbid_the_general_way(rank: Rank, patch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> object:
-        raise AssertionError("not the straight way")
-
-    patch.setattr(rank, "_send_any", refuse)
 
 
 @pytest.mark.parametrize("dst", [1, "d", None])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.helpers.general_way import forbid_the_general_way
 from tests.helpers.references.memory import page_bytes
 from tests.helpers.refusals import outcome
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
@@ -56,14 +57,6 @@ def granted(cluster: Cluster, *prefixes: int, dst: str | None = "d") -> Rank:
     first = np.array([*HELD, *SENT]) if any(prefixes) else SENT
     writer.send_slice("r", 0, first, dst, origin="prompt")
     return writer
-
-
-def forbid_the_general_way(rank: Rank, patch: pytest.MonkeyPatch) -> None:
-    def general(*_: object) -> NoReturn:
-        raise AssertionError("not the straight way")
-
-    patch.setattr(rank, "_send_any", general)
-    patch.setattr(rank, "_finish", general)
 
 
 def all_general(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,24 @@
+"""Verbs in the general way, beside which the straight way of plain verbs is tested."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import pytest
+
+from torchkv.group.verbs import Verbs
+
+__all__ = ["forbid_the_general_way"]
+
+
+WAYS = ("_send_any", "_finish", "_recv_pages")
+
+
+def forbid_the_general_way(rank: Verbs, patch: pytest.MonkeyPatch, *ways: str) -> None:
+    """From now on these of `WAYS`, or all, fail the test, at this rank."""
+
+    def general(*_: object) -> NoReturn:
+        raise AssertionError("not the straight way")
+
+    for name in ways or WAYS:
+        patch.setattr(rank, name, general)
