@@ -67,7 +67,6 @@ class Core:
         self._address = self.runner.address
         self._memory = self.runner.memory
         self._words = self.runner.words
-        self._spins = self.world["spin"] > 0
         # Views in which Python reads words faster than in records, and faster in a memoryview than in an array.
         self._ops = self._memory["ops"].view(np.int64).reshape(MAX_OPS, -1).data
         self._sends = self._memory["sends"].view(np.int64).reshape(MAX_FLOWS, -1).data
@@ -208,9 +207,8 @@ class Core:
         return 2 if lane is not None and not lane.is_driven else 1
 
     def rouse(self) -> None:
-        """A command comes soon: wakes the loop meanwhile, where it then spins until it is there. Any thread."""
-        if self._spins:
-            posting.wake_loop(self._address)
+        """A command comes soon: the loop is to spin until it is there, where it ever spins. Any thread."""
+        posting.rouse(self._address)
 
     @property
     def has_room(self) -> bool:

@@ -54,6 +54,7 @@ class News:
             self._count(_LISTENERS, -1)
 
     def _wait(self, seen: int, nanoseconds: int) -> None:
+        posting.rouse(self._address)  # what is awaited has to pass the loop first
         if posting.spin_for_news(self._address, seen, nanoseconds):
             return
         self._count(_SLEEPERS, 1)

@@ -79,7 +79,7 @@ world_at: Callable[[int], World] = _record_at(WORLD)
 way_at: Callable[[int], Way] = _record_at(WAY)
 
 _TAIL, _LOCK, _WANTED, _NEWS = (word_at(name) for name in ("command_tail", "lock", "wanted", "news"))
-_STOP, _FLYING, _SEALS = word_at("stop"), word_at("flying"), word_at("seals")
+_STOP, _FLYING, _SEALS, _ROUSED = word_at("stop"), word_at("flying"), word_at("seals"), word_at("roused")
 
 
 @compiled_with_gil
@@ -446,6 +446,15 @@ def wake_loop(address: int) -> None:
     """Has the loop look for work."""
     world = world_at(address)
     ring(world, world["bell"])
+
+
+@compiled_with_gil
+def rouse(address: int) -> None:
+    """Something comes for the loop soon: if it ever spins, it is woken, or kept from falling asleep, to spin for it."""
+    world = world_at(address)
+    if world["spin"] > 0:
+        store(address + _ROUSED, 1)
+        ring(world, world["bell"])
 
 
 @compiled_with_gil

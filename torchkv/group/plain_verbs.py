@@ -88,6 +88,7 @@ class PlainVerbs(RecordedVerbs):
             return None
         if layout is None or layout.stateful or engine.flows is None or trace.isEnabledFor(logging.DEBUG):
             return None
+        engine.flows.core.rouse()  # to wake it takes as long as this verb
         if (copyable := arguments.copyable_pages(pages)) is None:
             return None
         given, ids = copyable

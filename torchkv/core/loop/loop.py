@@ -88,7 +88,7 @@ _PATIENCE = 32  # and it naps for no more than this part of the time in which no
 _GRACE = 200_000_000  # nanoseconds after the last flow through the network, in which Python's thread notices that
 _ATTENTIVE = 2_000_000  # nanoseconds without work after which it sleeps even if a send is not finished
 _TAIL, _HEAD, _LOCK = word_at("command_tail"), word_at("command_head"), word_at("lock")
-_WANTED, _STOP, _NETWORK = word_at("wanted"), word_at("stop"), word_at("network")
+_WANTED, _STOP, _NETWORK, _ROUSED = word_at("wanted"), word_at("stop"), word_at("network"), word_at("roused")
 
 
 @compiled
@@ -431,8 +431,9 @@ def run(world: World) -> None:
         blocked = blocked or unpacking or world["untold"] > 0
         now = monotonic_ns(world["functions"][CLOCK], scratch)
         seals = seals_expected(world)
-        if idle_since == 0 or seals > world["seals"]:
+        if idle_since == 0 or seals > world["seals"] or load(address + _ROUSED) != 0:
             idle_since = now
+            store(address + _ROUSED, 0)
         world["seals"] = seals
         since = _drives_since(world, now, since)
         expecting = world["flying"] > 0 or unpacking or (seals > 0 and world["spin"] > 0)

@@ -76,9 +76,10 @@ class World(TypedDict):
 
     driver_fd, driver_word: wake Python's thread, while it sleeps or rests. eager: whether it is woken for every event,
     because somebody waits for more than the end of a request. news: changes with each event that is not `QUIET`,
-    and with each call that Python completes; sleepers: callers that sleep until then. listeners: callers that wait for
-    quiet events, too: then none is. lock, wanted: a caller that wants the loop to stand still
-    sets ``wanted`` and takes ``lock``. heed: whether Python's thread is woken for grants that are not bound here.
+    and with each call that Python completes; roused: whether something comes for the loop soon; sleepers: callers that
+    sleep until there are news. listeners: callers that wait for quiet events, too: then none is. lock, wanted: a caller
+    that wants the loop to stand still sets ``wanted`` and takes ``lock``. heed: whether Python's thread is woken for
+    grants that are not bound here.
     granted: ``event_tail`` after the last of them. granted_ids: address of int64 ``[MAX_FLOWS, GRANTED_IDS]``, of
     sends that were bound here. buckets: flow + 1 of the first waiting send of each, by hash. due: messages that
     wait for room: (kind | rank << 8, flow, generation). queue: ops that copy. unfinished: sends of which more ops are
@@ -130,6 +131,7 @@ class World(TypedDict):
     eager: int
     heed: int
     stop: int
+    roused: int
     command_head: int
     event_tail: int
     news: int
