@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,23 +26,32 @@ from torchkv.transfer.copy_tables import BaseAddressTable
 from torchkv.transfer.launch_table import LaunchTable
 from torchkv.transfer.peer_connection import LocalPages, PeerConnection
 
-__all__ = ["BAD_ADDRESS", "NOT_READY", "FakeEvent", "FakeKernels", "LoopGpu", "fake_kernels", "run_kernel"]
+__all__ = [
+    "BAD_ADDRESS",
+    "NOT_READY",
+    "FakeEvent",
+    "FakeKernels",
+    "LoopGpu",
+    "fake_kernels",
+    "launched",
+    "run_kernel",
+]
 
 NOT_READY, BAD_ADDRESS = 600, 700
 STREAM = 0x5150
-_FORMATS = {"i32": "i", "i64": "q"}
+_FORMATS = {"tl.int32": "i", "tl.int64": "q"}
 
 
 def _parameters(kernel: Any, count: int) -> tuple[list[str], struct.Struct]:
     """The names of a kernel's parameters, and how they lie in its block."""
-    params = kernel.params[:count]
+    params = list(inspect.signature(kernel.fn).parameters.values())[:count]
     formats = "".join(_FORMATS[param.annotation] for param in params)
     return [param.name for param in params], struct.Struct(formats + "0q16x")
 
 
-_NAMES, PARAMS = _parameters(page_copy.copy, page_copy.NUM_INTEGERS)
-_CONVERT_NAMES, _CONVERT_PARAMS = _parameters(page_convert.convert, page_convert.NUM_INTEGERS)
-_CONVERTS = 1 << 20  # of a function: that it is one of `page_convert`
+_COPY, PARAMS = _parameters(page_copy.copy, page_copy.NUM_INTEGERS)
+_CONVERT, _CONVERT_PARAMS = _parameters(page_convert.convert, page_convert.NUM_INTEGERS)
+_functions: list[CompiledKernel] = []  # one's number is its place, and 1
 
 _KINDS = {number: dtypes for dtypes, number in KINDS.items()}
 _INT = ctypes.c_int
@@ -129,12 +139,12 @@ class LoopGpu:
         assert a % 32 == 0
         words = (_WORD * 5).from_address(extra)
         assert (words[0], words[2], words[4]) == (1, 2, 0)
-        size = (_CONVERT_PARAMS if function & _CONVERTS else PARAMS).size
+        size = (_CONVERT_PARAMS if _converts(_functions[function - 1]) else PARAMS).size
         assert _WORD.from_address(words[3]).value == size
         block = ctypes.string_at(words[1], size)  # during the call, as the driver does
         if not self.broken:
             self.log.append("launch")
-            self.pending.append(lambda: run_kernel(block, function, self.bad_ids))
+            self.pending.append(lambda: run_kernel(block, function, x, self.bad_ids))
         return self.broken
 
     def _signal(self, stream: int, address: int, value: int, flags: int) -> int:
@@ -145,26 +155,23 @@ class LoopGpu:
         return self.broken
 
 
-def run_kernel(block: bytes, function: int, bad_ids: list[int]) -> None:
-    """What `torchkv.kernels.page_copy.copy`, or `page_convert.convert`, does, by its parameters alone.
+def run_kernel(block: bytes, function: int, blocks: int, bad_ids: list[int]) -> None:
+    """What `torchkv.kernels.page_copy.copy`, or `page_convert.convert`, does, by its parameters and constants alone.
 
-    function: of `_loaded`.
+    function: of `_loaded`. blocks: how many thread blocks.
     """
-    if function & _CONVERTS:
-        given = dict(zip(_CONVERT_NAMES, _CONVERT_PARAMS.unpack(block)[: len(_CONVERT_NAMES)], strict=True))
-    else:
-        given = dict(zip(_NAMES, PARAMS.unpack(block)[: len(_NAMES)], strict=True))
-    mode, unit = divmod(function % _CONVERTS, 256)  # of a word: bytes, or elements where they are converted
-    packed_unit = unit
-    if function & _CONVERTS:
-        packed_unit *= _KINDS[function >> 21][mode == page_copy.GATHER].itemsize
+    kernel, given = launched(block, function)
+    given |= dict(zip(kernel.kernel.arg_names[len(given) :], kernel.constants, strict=True))
+    mode, per_row = given["MODE"], given["words_per_row"]
+    packed_unit = given["ELEMENTS"] if _converts(kernel) else given["UNIT"]  # bytes of a word in a stage
+    if _converts(kernel):
+        packed_unit *= _KINDS[given["KIND"]][mode == page_copy.GATHER].itemsize
     assert (given["stage"] == given["stage_stride"] == 0) == (mode == page_copy.DIRECT)
     assert given["stage"] % packed_unit == given["stage_stride"] % packed_unit == 0
 
     def div(number: int, magic: str, shift: str) -> int:
         return (2 * number * (given[magic] & 0xFFFFFFFF) >> 32) >> given[shift]
 
-    per_row = given["words_per_row"]
     read, written = mode != page_copy.SCATTER, mode != page_copy.GATHER
     for ordinal in range(given["first_rank"], given["first_rank"] + given["words"] // given["words_per_pair"]):
         pair = given["first_pair"] + ordinal + div(ordinal, "unit_magic", "unit_shift") * given["jump"]
@@ -193,15 +200,22 @@ def run_kernel(block: bytes, function: int, bad_ids: list[int]) -> None:
                 theirs = dst + outer * given["d0"] + inner * given["d1"]
                 place = packed + row * per_row * packed_unit
                 source, target = ours if read else place, theirs if written else place
-                if function & _CONVERTS:
-                    _convert_row(given, job, row, function >> 21, unit, source, target)
+                if _converts(kernel):
+                    _convert_row(given, job, row, source, target)
                 else:
-                    ctypes.memmove(target, source, per_row * unit)
+                    ctypes.memmove(target, source, per_row * given["UNIT"])
 
 
-def _convert_row(given: dict[str, int], job: int, row: int, kind: int, unit: int, ours: int, theirs: int) -> None:
-    """Converts a row of words of ``unit`` elements each. Word by word, for each may be of another head."""
-    src, dst = _KINDS[kind]
+def launched(block: bytes, function: int) -> tuple[CompiledKernel, dict[str, int]]:
+    """The kernel of which this is the number, and its runtime parameters by name."""
+    kernel = _functions[function - 1]
+    names, params = (_CONVERT, _CONVERT_PARAMS) if _converts(kernel) else (_COPY, PARAMS)
+    return kernel, dict(zip(names, params.unpack(block)[: len(names)], strict=True))
+
+
+def _convert_row(given: dict[str, int], job: int, row: int, ours: int, theirs: int) -> None:
+    """Converts a row of words. Word by word, for each may be of another head."""
+    (src, dst), unit = _KINDS[given["KIND"]], given["ELEMENTS"]
     scales = _WORD.from_address(given["scales"] + 8 * job).value
     for word in range(given["words_per_row"]):
         inside = row * given["words_per_row"] + word
@@ -213,12 +227,14 @@ def _convert_row(given: dict[str, int], job: int, row: int, kind: int, unit: int
         ctypes.memmove(theirs + word * unit * dst.itemsize, made, len(made))
 
 
+def _converts(kernel: CompiledKernel) -> bool:
+    return kernel.kernel is page_convert.convert
+
+
 def _loaded(kernel: CompiledKernel) -> LoadedKernel:
-    if kernel.kernel is page_convert.convert:
-        mode, kind, elements, *_ = kernel.constants
-        return LoadedKernel(kind << 21 | _CONVERTS | 256 * mode + elements, 512, _CONVERT_PARAMS)
-    mode, unit, *_ = kernel.constants
-    return LoadedKernel(256 * mode + unit, 512, PARAMS)
+    if kernel not in _functions:
+        _functions.append(kernel)
+    return LoadedKernel(1 + _functions.index(kernel), 512, _CONVERT_PARAMS if _converts(kernel) else PARAMS)
 
 
 @contextmanager

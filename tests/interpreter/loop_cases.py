@@ -1,0 +1,70 @@
+"""The resident loop whose simulated GPU runs the kernels themselves, in Triton's interpreter: test_loop.py starts it.
+
+Elsewhere `tests.helpers.fakes.loop_gpu` does what the parameters of a launch say. Here the loop's launches meet the
+kernels: parameters, page ids, tickets and stages are those that the loop has written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import Counter
+
+import pytest
+
+from tests.helpers.exact_fma import exact_fma
+from tests.helpers.fakes import loop_gpu
+from tests.helpers.simulation.campaigns import run
+from torchkv.kernels import launch
+from torchkv.kernels.launch import Tile
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "not in the interpreter: run test_loop.py, which starts it"
+
+# In numpy, which the interpreter computes with.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+__all__ = ["exact_fma"]  # which all tests use
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
+    """How many launches there were, by the kernel's name and its mode."""
+    found: Counter[tuple[str, int]] = Counter()
+    errors = ctypes.c_int64()
+
+    def interpreted(block: bytes, function: int, blocks: int, bad_ids: list[int]) -> None:
+        kernel, given = loop_gpu.launched(block, function)
+        assert given["errors"] == 0
+        given["errors"] = ctypes.addressof(errors)  # the interpreter takes small integers for int32, and no pointer
+        kernel.kernel[(blocks,)](*given.values(), *kernel.constants)
+        assert errors.value == 0
+        constants = dict(zip(kernel.kernel.arg_names[len(given) :], kernel.constants, strict=True))
+        found[kernel.kernel.fn.__name__, constants["MODE"]] += 1
+
+    monkeypatch.setattr(launch, "TILE", Tile(256, 1, 256))
+    monkeypatch.setattr(launch, "CONVERT_TILE", Tile(128, 1, 0))
+    monkeypatch.setattr(loop_gpu, "run_kernel", interpreted)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("campaign", "seeds", "kernel", "modes"),
+    [
+        ("gpu", range(12), "copy", {0}),
+        ("gpus-staged", range(20), "copy", {1, 2}),
+        ("converting", range(1, 48, 4), "convert", {0}),
+        ("converting", range(2, 80, 4), "convert", {1, 2}),
+        ("states", range(2, 40, 4), "copy", {0}),
+    ],
+    ids=["pages", "staged", "converted", "converted and staged", "states"],
+)
+def test_nothing_breaks(
+    campaign: str, seeds: range, kernel: str, modes: set[int], launches: Counter[tuple[str, int]]
+) -> None:
+    """Every call ends, and every byte of what was received is right."""
+    tally = run(campaign, seeds)
+    assert not tally.violations
+    assert tally.succeeded > 0
+    assert {mode for name, mode in launches if name == kernel} >= modes
