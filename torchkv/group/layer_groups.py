@@ -280,7 +280,16 @@ class GroupedVerbs(Verbs):
         return {names[group]: (own[group], slots[group]) for group in groups}
 
     def _finish_plain(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork | None:
-        return None
+        if type(request) is not str or state_slot is not None or self._arguments.with_state:
+            return None
+        keys = []
+        for group in self._groups:
+            name = part_name(request, group)
+            ranks = (dst,) if type(dst) is int else self._targets(name, dst)
+            if not ranks:
+                return None
+            keys += [(name, rank) for rank in ranks]
+        return self._finish_all(request, keys, aux)
 
     def _finish(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork:
         engine, sender = self.engine, self.engine.sender

@@ -330,15 +330,21 @@ class PlainVerbs(RecordedVerbs):
         return cast(KVWork, op.work)
 
     def _finish_plain(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork | None:
-        engine, flows = self.engine, self.engine.flows
-        if type(request) is not str or type(aux) is not bytes or state_slot is not None:
+        if type(request) is not str or state_slot is not None:
             return None
         ranks = (dst,) if type(dst) is int else self._targets(request, dst)
-        if flows is None or not ranks or engine.lost or trace.isEnabledFor(logging.DEBUG):
+        return self._finish_all(request, [(request, rank) for rank in ranks], aux)
+
+    def _finish_all(self, request: str, keys: list[tuple[str, int]], aux: bytes) -> KVWork | None:
+        """Finishes these requests of the protocol, by name and receiver, which are one ``request`` to its caller."""
+        engine, sender = self.engine, self.engine.sender
+        if engine.flows is None or not keys or type(aux) is not bytes or engine.lost:
             return None
-        sender, reqs = engine.sender, []
-        for rank in ranks:
-            if (req := sender.requests.by_key.get((request, rank))) is None:
+        if trace.isEnabledFor(logging.DEBUG):
+            return None
+        reqs = []
+        for key in keys:
+            if (req := sender.requests.by_key.get(key)) is None:
                 return None
             reqs.append(req)
         work = KVWork(f"finish({request!r})", sync_words=self._sync_words, loop=self._loop, parts=len(reqs))

@@ -71,9 +71,11 @@ class Run:
             work = getattr(self.writer, verb)("r", layer, given, self.dst, **self.origin)
         self.works.append(work)
 
+    def finish(self) -> None:
+        self.works.append(self.writer.finish("r", self.dst, aux=b"first token"))
+
     def end(self) -> tuple[object, ...]:
-        """Finishes the request, and looks at every byte. What is counted."""
-        self.works.append(self.writer.finish("r", self.dst))
+        """Looks at every byte of a request that was finished. What is counted."""
         assert self.cluster.run(lambda: all(work.is_completed() for work in self.works), limit=5)
         assert all(work.is_success() for work in self.works)
         source = self.writer.cache.layout, views(self.writer.cache), self.sent
@@ -82,12 +84,14 @@ class Run:
             group = next(name for name, layers in GROUPS.items() if layer in layers)
             others = np.setdiff1d(np.arange(1, PAGES), self.target[group])
             assert (array[others] == self.before[component, layer][others]).all()
+        assert self.works[0].aux == b"first token"
         counts = self.writer.engine.sender.counts
         return counts.outcomes, counts.bytes, counts.taken_back, [work.bytes for work in self.works]
 
 
 def general(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GroupedVerbs, "_send_plain", lambda *_: None)
+    for verb in ("_send_plain", "_finish_plain"):
+        patch.setattr(GroupedVerbs, verb, lambda *_: None)
 
 
 @pytest.mark.parametrize("dst", [1, "d", None])
@@ -108,6 +112,7 @@ def test_it_leaves_behind_what_the_general_way_does(
                 # One list is enough where all layers are of one group; tensors and lists are as good as arrays.
                 pages = [None, {group: one.source[group].tolist()}, torch.from_numpy(one.source[group])]
                 one.send(layers[1], verb=verb, pages=pages[verbs.index(verb)])
+            one.finish()
         return one.end()
 
     assert run(plain=True) == run(plain=False)
@@ -123,6 +128,7 @@ def test_layers_that_a_pipeline_sends_at_once_are_of_one_group_or_go_the_general
         with pytest.raises(AssertionError, match="not the straight way"):
             one.writer.send_pages("r", one.source, "d", layers=HeldLayers((3, 4)))
     one.works.append(one.writer.send_pages("r", one.source, "d", layers=HeldLayers((3, 4))))
+    one.finish()
     one.end()
 
 
@@ -139,6 +145,7 @@ def test_the_loop_is_given_all_but_the_first(monkeypatch: pytest.MonkeyPatch) ->
     started.clear()
     for layers in GROUPS.values():
         one.send(layers[1], verb="send_layer")
+    one.finish()
     one.end()
     assert started == ["send_layer('r')"] * 3  # under the name that the caller gave
 
@@ -171,6 +178,29 @@ def test_what_is_refused_begins_nowhere(
     assert len(core._free_ops) == free
     general(monkeypatch)
     assert outcome(lambda: call(one.writer, one.source)) == said != "accepted"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda kv: kv.finish("r", "d"),  # not all layers were sent
+        lambda kv: kv.finish("r", "d", state_slot=0),
+        lambda kv: kv.finish("r", "d", aux="text"),
+        lambda kv: kv.finish("r", "d", aux=bytes(1 << 20)),
+        lambda kv: kv.finish("r", "e"),
+        lambda kv: kv.finish(7, "d"),
+    ],
+)
+def test_what_may_not_be_finished_is_not(call: Callable[[Rank], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Run()
+    said = outcome(lambda: call(one.writer))
+    with monkeypatch.context() as patch:
+        general(patch)
+        assert outcome(lambda: call(one.writer)) == said != "accepted"
+    for layers in GROUPS.values():
+        one.send(layers[1])
+    one.finish()
+    one.end()
 
 
 def test_a_receiver_that_has_failed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
