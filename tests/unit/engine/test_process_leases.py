@@ -26,6 +26,7 @@ from torchkv.layout.component import Component, State
 from torchkv.layout.layer_groups import PAGES, part_name
 from torchkv.layout.layout import KVLayout
 from torchkv.protocol.messages import Quiesced, StageAsk
+from torchkv.protocol.receiving.leases import Wanted
 from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.staging.memory import StageMemory
 
@@ -337,11 +338,13 @@ def test_what_is_left_behind_keeps_no_works_and_no_frames() -> None:
 
 
 def recv_part(group: Group, layer_group: str, *ids: int) -> ReceiverRequest:
-    pages, name = np.array(ids, dtype=np.int64), part_name("r", layer_group)
+    name = part_name("r", layer_group)
+    wanted = {name: Wanted(np.array(ids, dtype=np.int64), None, layer_group)}
     with group.lock, group.receiver.leases.guard:
-        return group.receiver.posts.post(
-            name, pages, (WRITER,), prefix_tokens=0, total=None, work=name, now=0.0, group=layer_group
+        (part,) = group.receiver.posts.post_parts(
+            "r", wanted, (WRITER,), prefix_tokens=0, absent_tokens={}, total=None, work=name, now=0.0
         )
+    return part
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -121,20 +121,20 @@ class Leases:
         """Whether the places of a pool are state slots only."""
         return all(of_slots for (_, of_slots), other in self.pools.items() if other == pool)
 
-    def check(self, pages: Int64Array, slot: int | None, operation: str, *, group: str | None = None) -> None:
+    def check(self, pages: Int64Array, slot: int | None, operation: str) -> None:
         """Raises ``PageOutOfRange`` for a page or slot that is out of range, named twice, leased or quarantined.
 
-        By this group, or by another one over the same memory. operation: the call, to begin the error message with.
+        By this group, or by another one over the same memory. Of a layout without layer groups. operation: the call, to
+        begin the error message with.
         """
-        pool = PAGES if group is None else self.pools[group, False]  # the common case costs no look-up
-        if not _are_free(pages, self._marks[pool]):
-            self._complain(pages, pool, operation)
+        if not _are_free(pages, self._marks[PAGES]):
+            self._complain(pages, PAGES, operation)
         if slot is not None:
-            self._check_slot(slot, group, operation)
+            self._check_slot(slot, None, operation)
         if self.others is not None:
-            self.others.check(pages, pool, operation)
+            self.others.check(pages, PAGES, operation)
             if slot is not None:
-                self.others.check(np.array([slot], dtype=np.int64), self.pools[group, True], operation)
+                self.others.check(np.array([slot], dtype=np.int64), self.pools[None, True], operation)
 
     def check_together(self, wanted: Sequence[Wanted], operation: str) -> None:
         """As `check`, for several layer groups of one request: no two of them may lease the same memory, either."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from torchkv.arrays import Int64Array
 from torchkv.errors import KVError, ProtocolError, TransferCancelled, error_kind
@@ -42,41 +42,43 @@ class Posts:
         total: float | None,
         work: Work,
         now: float,
-        group: str | None = None,
-        absent_tokens: int = 0,
-        parts: Sequence[ReceiverRequest] = (),
     ) -> ReceiverRequest:
         """Leases ``pages`` and grants them to the contributing writers among ``src``.
 
         pages: page ids of this rank, in order of position after the prefix. total: one deadline for everything, in
-        seconds, or None. work: completed when the request succeeds or fails. group, absent_tokens, parts: see
-        `ReceiverRequest`. Raises ``ProtocolError`` if the name is in use or the prefix does not fit a writer's pages,
-        ``PageOutOfRange`` if a page or the slot cannot be leased; then nothing is leased or sent.
+        seconds, or None. work: completed when the request succeeds or fails. Raises ``ProtocolError`` if the name is in
+        use or the prefix does not fit a writer's pages, ``PageOutOfRange`` if a page or the slot cannot be leased; then
+        nothing is leased or sent.
         """
-        page_size = self._group_map.layout(self._group_map.rank).page_size
-        writers = self._checked_writers(request, src, prefix_tokens, absent_tokens)
-        self._leases.check(pages, state_slot, f"recv_pages({request!r}) on rank {self._group_map.rank}", group=group)
+        writers = self._checked_writers(request, src, prefix_tokens, 0)
+        self._leases.check(pages, state_slot, f"recv_pages({request!r}) on rank {self._group_map.rank}")
         req = ReceiverRequest(
             request=request,
             generation=self._next_generation,
             pages=pages,
             prefix_tokens=prefix_tokens,
-            num_tokens=len(pages) * page_size,
+            num_tokens=len(pages) * self._page_size,
             writers=writers,
             work=work,
             begun_at=now,
             total=total,
             state_slot=state_slot,
-            group=group,
-            absent_tokens=absent_tokens,
-            parts=parts,
         )
-        flows = self._requests.flows
+        self._begin(req, src, now)
+        return req
+
+    @property
+    def _page_size(self) -> int:
+        return self._group_map.layout(self._group_map.rank).page_size
+
+    def _begin(self, req: ReceiverRequest, src: tuple[int, ...], now: float) -> None:
+        """Leases and grants the pages of a request of the next generation, of which everything has been checked."""
+        flows, writers = self._requests.flows, req.writers
         if flows is not None:
             plans = {rank: writer.plan for rank, writer in writers.items()}
-            req.flow = req.reserved = flows.reserve(len(pages), plans)
+            req.flow = req.reserved = flows.reserve(len(req.pages), plans)
         if trace.isEnabledFor(logging.DEBUG):
-            trace.debug("request %r: granted to ranks %s, generation %d", request, tuple(writers), req.generation)
+            trace.debug("request %r: granted to ranks %s, generation %d", req.request, tuple(writers), req.generation)
         self._next_generation += 1
         self._requests.add(req)
         self._leases.take(req)
@@ -85,11 +87,10 @@ class Posts:
         granted = self._grant(req)
         if len(self._group_map.siblings) > 1 and not (granted and flows is not None and flows.posts):
             self.tell_post(req)
-        for rank in self._group_map.of(request).exempt(src):
-            self._actions.append(Tell(rank, Exempt(request)))
+        for rank in self._group_map.of(req.request).exempt(src):
+            self._actions.append(Tell(rank, Exempt(req.request)))
         if not writers:  # of a layer group of which this rank holds nothing: it is complete, but others may not be
             self._endings.complete_if_covered(req, now)
-        return req
 
     def post_plain(
         self,
@@ -161,29 +162,28 @@ class Posts:
         absent_tokens: by layer group. work: completed by all parts, one part of it by each. As soon as one fails, all
         others do.
         """
-        for name, (_, _, group) in parts.items():
-            absent = absent_tokens.get(group or "", 0)
-            self._checked_writers(name, src, prefix_tokens + absent, absent)
-        operation = f"recv_pages({request!r}) on rank {self._group_map.rank}"
-        self._leases.check_together(list(parts.values()), operation)
+        absent = {name: absent_tokens.get(wanted.group or "", 0) for name, wanted in parts.items()}
+        writers = {name: self._checked_writers(name, src, prefix_tokens + absent[name], absent[name]) for name in parts}
+        self._leases.check_together(list(parts.values()), f"recv_pages({request!r}) on rank {self._group_map.rank}")
         posted: list[ReceiverRequest] = []
         for name, (pages, slot, group) in parts.items():
-            absent = absent_tokens.get(group or "", 0)
-            posted.append(
-                self.post(
-                    name,
-                    pages,
-                    src,
-                    prefix_tokens=prefix_tokens + absent,
-                    state_slot=slot,
-                    total=total,
-                    work=work,
-                    now=now,
-                    group=group,
-                    absent_tokens=absent,
-                    parts=posted,
-                )
+            req = ReceiverRequest(
+                request=name,
+                generation=self._next_generation,
+                pages=pages,
+                prefix_tokens=prefix_tokens + absent[name],
+                num_tokens=len(pages) * self._page_size,
+                writers=writers[name],
+                work=work,
+                begun_at=now,
+                total=total,
+                state_slot=slot,
+                group=group,
+                absent_tokens=absent[name],
+                parts=posted,
             )
+            self._begin(req, src, now)
+            posted.append(req)
         if (failed := next((part for part in posted if part.error is not None), None)) is not None:
             self._endings.fail_parts(failed)  # while the others were not posted yet
         return posted
@@ -227,8 +227,7 @@ class Posts:
 
     def tell_post(self, req: ReceiverRequest) -> None:
         """Tells the leader of the instance of a request."""
-        page_size = self._group_map.layout(self._group_map.rank).page_size
-        post = Post(req.request, req.generation, req.prefix_tokens, req.num_tokens, page_size, req.flow)
+        post = Post(req.request, req.generation, req.prefix_tokens, req.num_tokens, self._page_size, req.flow)
         self._endings.tell_leader(post)
 
     def tell_grant(self, req: ReceiverRequest, ranks: Iterable[int], *, told_as: int | None = None) -> None:
