@@ -11,6 +11,7 @@ from torchkv.arrays import Int64Array
 from torchkv.errors import PageOutOfRange, ProtocolError
 from torchkv.group import arguments
 from torchkv.group.arguments import PageIds, Pages, StateSlot
+from torchkv.host.page_id_check import copy_present
 from torchkv.layout.layer_groups import SEPARATOR, absent_allowed, part_name
 from torchkv.layout.layout import KVLayout
 from torchkv.protocol.messages import MAX_REQUEST_BYTES
@@ -98,6 +99,10 @@ class GroupArguments:
 
     def host_list(self, pages: PageIds, operation: str) -> tuple[Int64Array, int]:
         """Page ids without the absent ones at the beginning, and how many those are."""
+        if (copyable := arguments.copyable_pages(pages)) is not None:
+            given, ids = copyable
+            if (absent := copy_present(given, ids, self._num_pages)) >= 0:
+                return ids[: len(given) - absent], absent
         array = arguments.as_int64(pages, operation)
         present = np.flatnonzero(array != ABSENT)
         absent = int(present[0]) if len(present) else len(array)

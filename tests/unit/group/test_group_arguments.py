@@ -57,13 +57,17 @@ def test_wrong_lists(pages: Any, layers: list[int] | None, message: str) -> None
 @given(st.lists(st.sampled_from([-1, 0, 5, 31]), max_size=6))
 def test_absent_pages_are_those_at_the_beginning(given_ids: list[int]) -> None:
     absent = next((i for i, page in enumerate(given_ids) if page != -1), len(given_ids))
-    for pages in (given_ids, np.array(given_ids, dtype=np.int32), torch.tensor(given_ids, dtype=torch.int64)):
+    kept = list(given_ids)
+    arrays = [np.array(given_ids, dtype=dtype) for dtype in (np.int64, np.int32)]
+    for pages in (given_ids, *arrays, torch.tensor(given_ids, dtype=torch.int64)):
         if -1 in given_ids[absent:]:
             with pytest.raises(PageOutOfRange, match=r"an absent page \(-1\) behind page"):
                 ARGUMENTS.host_list(pages, "test")
         else:
             ids, found = ARGUMENTS.host_list(pages, "test")
             assert (ids.tolist(), found) == (given_ids[absent:], absent)
+            ids[:] = 0  # they are the verb's own
+        assert list(pages) == kept
 
 
 @pytest.mark.parametrize("pages", [[-2], [32], [-1, 32], [0.5], "12", torch.tensor(5)])

@@ -13,9 +13,12 @@ from tests.helpers.general_way import forbid_the_general_way
 from tests.helpers.layer_groups import GROUPS, Views, check_received, hybrid, views
 from tests.helpers.refusals import outcome
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
+from torchkv.engine.resident.flows import Flows
 from torchkv.engine.resident.plain_sends import PlainSends
 from torchkv.group.arguments import HeldLayers
 from torchkv.group.layer_groups import GroupedVerbs
+from torchkv.layout.layer_groups import base_name, group_of
+from torchkv.protocol.receiving.posts import Posts
 
 PAGES, PAGE_SIZE, LAYERS = 32, 4, 6
 COUNT, HELD = 6, 2  # pages of the prompt, and those of them that a receiver holds where it holds a prefix
@@ -48,7 +51,12 @@ class Run:
     """One request of which the layers of each group behind the first go by ``send``."""
 
     def __init__(
-        self, *, absent: int = 0, prefix: int = 0, from_prompt: bool = False, dst: int | str | None = "d"
+        self,
+        *,
+        absent: int = 0,
+        prefix: int = 0,
+        from_prompt: bool = False,
+        dst: int | str | None = "d",
     ) -> None:
         self.cluster, self.dst = new_cluster(), dst
         self.writer, self.reader = self.cluster[0], self.cluster[1]
@@ -116,6 +124,43 @@ def test_it_leaves_behind_what_the_general_way_does(
         return one.end()
 
     assert run(plain=True) == run(plain=False)
+
+
+@pytest.mark.parametrize("absent", [0, 3])
+@pytest.mark.parametrize("prefix", [0, HELD])
+def test_receives_that_begin_in_one_go_leave_behind_what_others_do(
+    absent: int, prefix: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*, in_one_go: bool) -> tuple[list[str], tuple[object, ...]]:
+        posted: list[str] = []
+        post = Flows.post
+
+        def noting(self: Flows, req: Any, sole: Any, name: bytes, told: int) -> bool:
+            posted.append(req.request)
+            return post(self, req, sole, name, told)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Flows, "post", noting)
+            if not in_one_go:
+                patch.setattr(Posts, "_sole_writer", lambda *_: None)
+            one = Run(absent=absent, prefix=prefix)
+        for layers in GROUPS.values():
+            one.send(layers[1])
+        one.finish()
+        ended = one.end()
+        state = one.reader.engine.receiver.counts
+        return [name for name in posted if base_name(name) == "r"], (
+            *ended,
+            state.outcomes,
+            state.bytes,
+            one.works[0].bytes,
+            one.works[0].path,
+        )
+
+    posted, left = run(in_one_go=True)
+    # No record tells of absent pages, so the part that has any is granted by a message.
+    assert [group_of(name) for name in posted] == [group for group in GROUPS if group != "near" or not absent]
+    assert run(in_one_go=False) == ([], left)
 
 
 def test_layers_that_a_pipeline_sends_at_once_are_of_one_group_or_go_the_general_way(

@@ -45,13 +45,13 @@ class PlainReceives:
         self._group_map = group_map
         self._routes = routes
         self._journal = journal
-        self._known: dict[int, SoleWriter] = {}  # by writer
+        self._known: dict[tuple[int, int], SoleWriter] = {}  # by writer, and its plan's identity
 
     def sole_writer(self, rank: int, plan: PairPlan, num_pages: int, name: bytes) -> SoleWriter | None:
         """How ``rank`` would write so many pages of a request. name: in UTF-8. None where that needs more thought."""
         if not (0 < num_pages <= MAX_GRANTED and 0 < len(name) <= MAX_NAME and self._core.receives.has_room):
             return None
-        sole, connection = self._known.get(rank), self._routes.serving(rank)
+        sole, connection = self._known.get((rank, id(plan))), self._routes.serving(rank)
         if sole is None or sole.plan is not plan or sole.connection is not connection:
             plans = {rank: plan}
             if connection is None or not self._routes.takes(plans):
@@ -66,7 +66,7 @@ class PlainReceives:
                 network=lane is not None and lane.is_driven,
                 pieces=self._routes.unpacked(plans).get(rank),
             )
-            sole = self._known[rank] = SoleWriter(plan, connection, source, self._routes.path(rank, plan))
+            sole = self._known[rank, id(plan)] = SoleWriter(plan, connection, source, self._routes.path(rank, plan))
         return sole if self._core.peers.hears(rank) else None
 
     def post(self, req: ReceiverRequest, sole: SoleWriter, name: bytes, *, leader: int, told: int) -> None:
@@ -91,4 +91,4 @@ class PlainReceives:
 
     def forget(self, rank: int) -> None:
         """The process of ``rank`` has ended."""
-        self._known.pop(rank, None)
+        self._known = {key: sole for key, sole in self._known.items() if key[0] != rank}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torchkv.arrays import Int64Array
 from torchkv.errors import KVError, ProtocolError, TransferCancelled, error_kind
@@ -73,8 +74,8 @@ class Posts:
 
     def _begin(self, req: ReceiverRequest, src: tuple[int, ...], now: float) -> None:
         """Leases and grants the pages of a request of the next generation, of which everything has been checked."""
-        flows, writers = self._requests.flows, req.writers
-        if flows is not None:
+        flows, writers, sole = self._requests.flows, req.writers, self._sole_writer(req)
+        if flows is not None and sole is None:
             plans = {rank: writer.plan for rank, writer in writers.items()}
             req.flow = req.reserved = flows.reserve(len(req.pages), plans)
         if trace.isEnabledFor(logging.DEBUG):
@@ -82,15 +83,28 @@ class Posts:
         self._next_generation += 1
         self._requests.add(req)
         self._leases.take(req)
-        if flows is not None and req.flow is not None:
-            flows.open_receive(req, self._endings.told_leader)
-        granted = self._grant(req)
-        if len(self._group_map.siblings) > 1 and not (granted and flows is not None and flows.posts):
+        if flows is not None and sole is not None:
+            told = flows.post(req, sole, req.request.encode(), self._endings.told_leader)
+        else:
+            if flows is not None and req.flow is not None:
+                flows.open_receive(req, self._endings.told_leader)
+            told = self._grant(req) and flows is not None and flows.posts
+        if len(self._group_map.siblings) > 1 and not told:
             self.tell_post(req)
         for rank in self._group_map.of(req.request).exempt(src):
             self._actions.append(Tell(rank, Exempt(req.request)))
         if not writers:  # of a layer group of which this rank holds nothing: it is complete, but others may not be
             self._endings.complete_if_covered(req, now)
+
+    def _sole_writer(self, req: ReceiverRequest) -> Any:
+        """The writer of a request that the loop can begin and grant in one go, as in `post_plain`; None otherwise."""
+        flows = self._requests.flows
+        if flows is None or len(req.writers) != 1 or req.absent_tokens or self._requests.knows(req.request):
+            return None
+        ((rank, writer),) = req.writers.items()
+        if writer.plan.owes_state:
+            return None
+        return flows.sole_writer(rank, writer.plan, len(req.pages), req.request.encode())
 
     def post_plain(
         self,
