@@ -59,7 +59,8 @@ def test_absent_pages_are_those_at_the_beginning(given_ids: list[int]) -> None:
     absent = next((i for i, page in enumerate(given_ids) if page != -1), len(given_ids))
     kept = list(given_ids)
     arrays = [np.array(given_ids, dtype=dtype) for dtype in (np.int64, np.int32)]
-    for pages in (given_ids, *arrays, torch.tensor(given_ids, dtype=torch.int64)):
+    forms: list[Any] = [given_ids, *arrays, torch.tensor(given_ids, dtype=torch.int64)]
+    for pages in forms:
         if -1 in given_ids[absent:]:
             with pytest.raises(PageOutOfRange, match=r"an absent page \(-1\) behind page"):
                 ARGUMENTS.host_list(pages, "test")
