@@ -178,7 +178,7 @@ class GroupedVerbs(Verbs):
                 return None
             pages = pages[group]
         name = part_name(request, group)
-        ranks = (dst,) if type(dst) is int else self._targets(name, dst)
+        ranks = self._targets(name, dst)
         if len(ranks) != 1 or (req := engine.sender.requests.by_key.get((name, ranks[0]))) is None:
             return None
         if verb == "send_layer" and (group, ranks[0]) not in engine.whole_pages:
@@ -285,8 +285,7 @@ class GroupedVerbs(Verbs):
         keys = []
         for group in self._groups:
             name = part_name(request, group)
-            ranks = (dst,) if type(dst) is int else self._targets(name, dst)
-            if not ranks:
+            if not (ranks := self._targets(name, dst)):
                 return None
             keys += [(name, rank) for rank in ranks]
         return self._finish_all(request, keys, aux)

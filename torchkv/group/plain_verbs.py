@@ -112,7 +112,9 @@ class PlainVerbs(RecordedVerbs):
         return work
 
     def _targets(self, request: str, dst: Peers | None) -> tuple[int, ...]:
-        """The ranks that the instance which is named, or who has granted this request, is sent to; () if not known."""
+        """The ranks that a request goes to: of the instance that is named, or who has granted it; () if not known."""
+        if type(dst) is int:
+            return (dst,)
         if dst is None:
             return self.engine.sender.requests.addressed.get(request, ())
         return self.engine.group_map.of(request).known_targets(dst) if isinstance(dst, str) else ()
@@ -332,8 +334,7 @@ class PlainVerbs(RecordedVerbs):
     def _finish_plain(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork | None:
         if type(request) is not str or state_slot is not None:
             return None
-        ranks = (dst,) if type(dst) is int else self._targets(request, dst)
-        return self._finish_all(request, [(request, rank) for rank in ranks], aux)
+        return self._finish_all(request, [(request, rank) for rank in self._targets(request, dst)], aux)
 
     def _finish_all(self, request: str, keys: list[tuple[str, int]], aux: bytes) -> KVWork | None:
         """Finishes these requests of the protocol, by name and receiver, which are one ``request`` to its caller."""
