@@ -1,7 +1,7 @@
 """The resident loop whose simulated GPU runs the kernels themselves, in Triton's interpreter: test_loop.py starts it.
 
 Elsewhere `tests.helpers.fakes.loop_gpu` does what the parameters of a launch say. Here the loop's launches meet the
-kernels: parameters, page ids, tickets and stages are those that the loop has written.
+kernels: parameters, page ids and stages are those that the loop has written.
 """
 
 from __future__ import annotations
@@ -15,17 +15,13 @@ import pytest
 from tests.helpers.exact_fma import exact_fma
 from tests.helpers.fakes import loop_gpu
 from tests.helpers.simulation.campaigns import run
+from tests.interpreter.convert_cases import pytestmark
 from torchkv.kernels import launch
 from torchkv.kernels.launch import Tile
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "not in the interpreter: run test_loop.py, which starts it"
 
-# In numpy, which the interpreter computes with.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-]
-__all__ = ["exact_fma"]  # which all tests use
+__all__ = ["exact_fma", "pytestmark"]  # which all tests use
 
 
 @pytest.fixture
