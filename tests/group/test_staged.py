@@ -376,13 +376,12 @@ def flip(checksum: bool, choice: int) -> tuple[str, str, int] | None:
 
         if kv.rank() == 0:
             kv.staged_put("r", None, PAGES, 1)
-            done = kv.finish("r", 1)
             if checksum:
-                with pytest.raises(ChecksumMismatch, match="'r'"):
-                    done.wait(PATIENCE)
+                with pytest.raises(ChecksumMismatch, match="'r'"):  # of finish itself, if the reader was quicker
+                    kv.finish("r", 1).wait(PATIENCE)
                 kv.cancel("r").wait(PATIENCE)
             else:
-                done.wait(PATIENCE)
+                kv.finish("r", 1).wait(PATIENCE)
         else:
             canaries = page_bytes(cache, OTHERS)
             with patched(HostPacker, "scatter", scatter):
