@@ -160,6 +160,13 @@ def test_many_at_once(apart: bool, shared_ranks: Callable[..., Ranks]) -> None:
     shared_ranks("tcp", 2, env=TCP).run(many, apart, 24)
 
 
+def finish_cancelled(kv: KVProcessGroup, by_reader: bool) -> None:
+    done = kv.finish("r", READER)
+    if not by_reader:
+        kv.cancel("r").wait(30)
+    done.wait(30)
+
+
 def cancelled(apart: bool, by_reader: bool) -> None:
     """In the middle of 64 MiB: pages come back once nothing can land, and the next request finds them."""
     with Loop(apart), kv_group() as kv:
@@ -171,10 +178,7 @@ def cancelled(apart: bool, by_reader: bool) -> None:
                 meet(kv)
                 kv.send_pages("r", pages, READER)
                 with pytest.raises(TransferCancelled):  # of finish itself, if the reader was quicker
-                    done = kv.finish("r", READER)
-                    if not by_reader:
-                        kv.cancel("r").wait(30)
-                    done.wait(30)
+                    finish_cancelled(kv, by_reader)
                 kv.cancel("r").wait(30)
             else:
                 rx = kv.recv_pages("r", pages, WRITER)

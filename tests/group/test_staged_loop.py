@@ -271,6 +271,15 @@ def warm(kv: KVProcessGroup) -> None:
     raise AssertionError("nothing was staged by the loop")
 
 
+def finish_cancelled(kv: KVProcessGroup, cancel_after: float | None) -> None:
+    """cancel_after: seconds; None: the reader cancels."""
+    done = kv.finish("r", R0)
+    if cancel_after is not None:
+        time.sleep(cancel_after)
+        kv.cancel("r").wait(30)
+    done.wait(30)
+
+
 def cancelled(by_reader: bool) -> None:
     """Amid pieces: pages come back once nothing can be written to them, and later requests have their own bytes."""
     pages = list(range(256))
@@ -282,11 +291,7 @@ def cancelled(by_reader: bool) -> None:
                 meet(kv)
                 kv.send_pages("r", pages, R0)
                 with pytest.raises(TransferCancelled):  # of finish itself, if the reader was quicker
-                    done = kv.finish("r", R0)
-                    if not by_reader:
-                        time.sleep(0.003 * turn)
-                        kv.cancel("r").wait(30)
-                    done.wait(30)
+                    finish_cancelled(kv, None if by_reader else 0.003 * turn)
                 kv.cancel("r").wait(30)
             elif kv.rank() == R0:
                 assert cache is not None
