@@ -11,7 +11,7 @@ from torchkv.group.verbs import Verbs
 __all__ = ["forbid_the_general_way"]
 
 
-WAYS = ("_send_any", "_finish", "_recv_pages")
+WAYS = ("_send_any", "_send_states", "_finish", "_recv_pages")
 
 
 def forbid_the_general_way(rank: Verbs, patch: pytest.MonkeyPatch, *ways: str) -> None:

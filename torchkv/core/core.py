@@ -385,10 +385,19 @@ def warm_up() -> None:
     core.wait_for_grant(way, hashes=(0, 0), writers=1)
     core.receives.open(0, generation=0, num_tokens=1, page_size=1, leader=NOBODY, writers=[(0, 1, 0, 1)])
     core.receives.grant(0, b"", (0, 0), none, prefix_tokens=0, writers=0)
-    source = Source(slot=0, layers=1, page_size=1, writer_page=1, writers=0, network=False)
-    alone = {"leader": ALONE, "told": 0}
+    source = Source(slot=0, layers=1, states=0, page_size=1, writer_page=1, writers=0, network=False)
     core.receives.post(
-        source, generation=0, num_tokens=1, **alone, prefix_tokens=0, name=b"", hashes=(0, 0), pages=none, serial=0
+        source,
+        generation=0,
+        num_tokens=1,
+        leader=ALONE,
+        told=0,
+        prefix_tokens=0,
+        name=b"",
+        hashes=(0, 0),
+        pages=none,
+        state_slot=None,
+        serial=0,
     )
     index = core.rounds.open([(0, 1, 1, False)])
     assert index is not None

@@ -358,6 +358,7 @@ def post_receive(
     cover: Int64Array,
     rank: int,
     layers: int,
+    states: int,
     writer_page: int,
     body: int,
     hash0: int,
@@ -366,6 +367,7 @@ def post_receive(
     prefix: int,
     name_nbytes: int,
     ids: Int64Array,
+    num_slots: int,
     serial: int,
     geometry: int,
     kernels: int,
@@ -376,8 +378,8 @@ def post_receive(
     """
     unpacks = 1 if geometry != 0 else 0
     open_receive(address, flow, generation, num_tokens, page_size, leader, told, cover, ids.ctypes.data, unpacks)
-    add_writer(address, flow, rank, layers, 0, writer_page, geometry, kernels, 1)
-    post_grant(address, flow, body, hash0, hash1, writers, prefix, name_nbytes, ids, 0, serial)
+    add_writer(address, flow, rank, layers, states, writer_page, geometry, kernels, 1)
+    post_grant(address, flow, body, hash0, hash1, writers, prefix, name_nbytes, ids, num_slots, serial)
 
 
 @compiled_with_gil

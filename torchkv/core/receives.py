@@ -71,12 +71,14 @@ class Pieces:
 class Source:
     """A writer, as receives from it alone know it. slot: its number on the loop.
 
-    layers: that it owes. page_size, writer_page: of this rank's pages and of its own, in tokens. writers: its bit in
-    grants. network: whether the transport must be driven to hear it. pieces: if it may stage.
+    layers: that it owes. states: layers whose state it owes. page_size, writer_page: of this rank's pages and of its
+    own, in tokens. writers: its bit in grants. network: whether the transport must be driven to hear it. pieces: if it
+    may stage.
     """
 
     slot: int
     layers: int
+    states: int
     page_size: int
     writer_page: int
     writers: int
@@ -196,13 +198,14 @@ class Receives:
         name: bytes,
         hashes: tuple[int, int],
         pages: Int64Array,
+        state_slot: int | None,
         serial: int,
     ) -> int:
         """`reserve`, `open` and `grant` in one, of a receive from one writer. The flow. There must be room."""
         flow = self._free.pop()
         if source.network:
             self._count_network(flow)
-        cover = self._kept[flow] = np.zeros((1, source.layers, 1 + 2 * MAX_INTERVALS), dtype=np.int64)
+        cover = self._kept[flow] = np.zeros((1, source.layers + source.states, 1 + 2 * MAX_INTERVALS), dtype=np.int64)
         body = self._peers.name_grant(flow, name)
         geometry = kernels = 0
         if source.pieces is not None:
@@ -219,13 +222,15 @@ class Receives:
             cover,
             source.slot,
             source.layers,
+            source.states,
             source.writer_page,
             body,
             *hashes,
             source.writers,
             prefix_tokens,
             len(name),
-            pages,
+            pages if state_slot is None else with_slot(pages, state_slot),
+            0 if state_slot is None else 1,
             serial,
             geometry,
             kernels,

@@ -32,7 +32,7 @@ from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, ProtocolError
 from torchkv.group import arguments
 from torchkv.group.arguments import HeldLayers, Layers, Origin, PageIds, Pages, Peers, StateSlot
-from torchkv.group.group_arguments import ABSENT, GroupArguments
+from torchkv.group.group_arguments import ABSENT, GroupArguments, LayerGroup
 from torchkv.group.plain_verbs import layer_wait, trace
 from torchkv.group.verbs import Verbs
 from torchkv.layout.group_map import GroupMap
@@ -76,16 +76,21 @@ class GroupedVerbs(Verbs):
         super().__init__(engine, cache, wake=wake, clock=clock)
         self._arguments = GroupArguments(self.layout("register"), engine.group_map.me.num_pages)
         self._groups = self._arguments.groups
-        # For plain verbs: of layers whose pages are all of one group, that group; and those that have windows there.
+        # For plain verbs: of layers whose pages, or states, are all of one group, that group; and those that have
+        # windows there.
         self._paged = frozenset(self._arguments.paged)
         paged = [(layer, group) for group in self._groups.values() for layer in group.paged]
-        times = Counter(layer for layer, _ in paged)
-        self._group_of = {layer: group.name for layer, group in paged if times[layer] == 1}
+        self._group_of = _in_one_group(paged)
+        stateful = [(layer, group) for group in self._groups.values() for layer in group.stateful]
+        self._state_group_of = _in_one_group(stateful)
+        self._stateful_groups = {group.name for _, group in stateful}
         self._windowed = {layer for layer, group in paged if group.layout.window(layer) is not None}
 
     # ------------------------------------------------------------------ receiver
 
-    def _recv_plain(self, request: str, pages: Pages, src: Peers, prefix_tokens: int) -> KVWork | None:
+    def _recv_plain(
+        self, request: str, pages: Pages, src: Peers, prefix_tokens: int, state_slot: StateSlot
+    ) -> KVWork | None:
         return None
 
     def _recv_pages(
@@ -255,7 +260,9 @@ class GroupedVerbs(Verbs):
                         op.from_prompt, op.prefixes = True, {}
                     op.whole = whole and rank == ANYBODY
                     engine.sender.submit(op, now)
-        self._wake()
+            wake = engine.flows is None or engine.exchange.has_actions
+        if wake:
+            self._wake()
         return work
 
     def _admit(self, send: _Send, operation: str, *, from_prompt: bool) -> None:
@@ -279,16 +286,41 @@ class GroupedVerbs(Verbs):
             raise ProtocolError(f"{operation}: no state_slot for layer group {missing[0]!r}; give {{group: slot}}")
         return {names[group]: (own[group], slots[group]) for group in groups}
 
-    def _finish_plain(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork | None:
-        if type(request) is not str or state_slot is not None or self._arguments.with_state:
+    def _plain_slots(self, state_slot: StateSlot) -> Mapping[str, int] | None:
+        """The slots of layer groups that hold state, as they nearly always are given; None if they are not."""
+        with_state = self._arguments.with_state
+        if type(state_slot) is int and len(with_state) == 1:
+            state_slot = {with_state[0]: state_slot}
+        if type(state_slot) is not dict or not state_slot.keys() <= self._stateful_groups:
             return None
+        plain = all(type(slot) is int and 0 <= slot < self._num_slots for slot in state_slot.values())
+        return state_slot if plain else None
+
+    def _send_states_plain(
+        self, request: str, layers: Layers, state_slot: StateSlot, dst: Peers | None, event: Any
+    ) -> KVWork | None:
+        """Plain are states of layers that have them in one group, as in `_send_plain`."""
+        held = layers if type(layers) is HeldLayers else (layers,) if type(layers) is int else ()
+        groups = {self._state_group_of.get(layer) for layer in held}
+        if len(groups) != 1 or (group := groups.pop()) is None or type(request) is not str:
+            return None
+        if (slots := self._plain_slots(state_slot)) is None or group not in slots:
+            return None
+        name = part_name(request, group)
+        keys = [(name, rank) for rank in self._targets(name, dst)]
+        return self._send_states_to(request, keys, held, slots[group], event)
+
+    def _finish_plain(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork | None:
+        slots = {} if state_slot is None else self._plain_slots(state_slot)
+        if type(request) is not str or slots is None:
+            return None
+        names = {group: part_name(request, group) for group in self._groups}
         keys = []
-        for group in self._groups:
-            name = part_name(request, group)
+        for name in names.values():
             if not (ranks := self._targets(name, dst)):
                 return None
             keys += [(name, rank) for rank in ranks]
-        return self._finish_all(request, keys, aux)
+        return self._finish_all(request, keys, aux, {names[group]: slot for group, slot in slots.items()})
 
     def _finish(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork:
         engine, sender = self.engine, self.engine.sender
@@ -319,7 +351,9 @@ class GroupedVerbs(Verbs):
                     if (group, rank) in states:
                         self._submit_state(name, rank, states[group, rank], work, sources[group])
                     sender.finish(name, rank, aux=data, work=work, now=self.clock())
-        self._wake()
+            wake = engine.flows is None or engine.exchange.has_actions
+        if wake:
+            self._wake()
         return work
 
     def check_send(
@@ -399,6 +433,12 @@ class GroupedVerbs(Verbs):
                     "differ in heads, page size or order, so whole pages cannot be sent"
                 )
             self.engine.whole_pages.add((group_of(send.request), rank))
+
+
+def _in_one_group(held: list[tuple[int, LayerGroup]]) -> dict[int, str]:
+    """Of the layers of several groups: those that are in one of them, and in which."""
+    times = Counter(layer for layer, _ in held)
+    return {layer: group.name for layer, group in held if times[layer] == 1}
 
 
 def _copied(pages: PageIds) -> PageIds:

@@ -1,10 +1,11 @@
 """The verbs as nearly all calls are, each in one piece: the critical path of a caller.
 
-A call is *plain* if its arguments have their plain types, and name one peer, no state slot, and the resident loop
-serves the request; a sender's also needs that its grant is there. A peer is named by its rank, by its instance if no
-other rank of it has part in the request, or, at a sender, by the grant of a request to anybody. Where these stand for
-several receivers, a verb is plain that begins none of their requests. Everything else, and whatever is wrong, is left
-to `Verbs` before anything has changed: it says what is wrong, or does it the general way, with the same outcome.
+A call is *plain* if its arguments have their plain types, and name one peer, and the resident loop serves the request;
+a sender's also needs that its grant is there. A peer is named by its rank, by its instance if no other rank of it has
+part in the request, or, at a sender, by the grant of a request to anybody. Where these stand for several receivers, a
+verb is plain that begins none of their requests, and so is one that sends states. Everything else, and whatever is
+wrong, is left to `Verbs` before anything has changed: it says what is wrong, or does it the general way, with the same
+outcome.
 
 A call costs its caller by how much code and memory it touches, which most often is in no near cache, because callers
 compute between two calls. So nothing is asked twice here, and a function is called only for what it does.
@@ -16,8 +17,10 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 from weakref import ref
+
+import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.cache import KVCache
@@ -59,6 +62,8 @@ class PlainVerbs(RecordedVerbs):
         self.cache = cache
         self.forced_path = engine.options.forced_path
         self._layout = None if cache is None else cache.layout
+        self._stateful = cache is not None and cache.layout.stateful
+        self._num_slots = 0 if cache is None else cache.num_slots
         layers = () if cache is None else cache.layout.layers
         self._plain_layers: dict[int | None, tuple[int, ...]] = {None: layers, **{layer: (layer,) for layer in layers}}
         self._wake = wake
@@ -78,15 +83,19 @@ class PlainVerbs(RecordedVerbs):
         work._pages_safe = lambda: req.ended
         work._layer = partial(layer_wait, ref(self.engine), req)
 
-    def _recv_plain(self, request: str, pages: Pages, src: Peers, prefix_tokens: int) -> KVWork | None:
-        engine, layout = self.engine, self._layout
+    def _recv_plain(
+        self, request: str, pages: Pages, src: Peers, prefix_tokens: int, state_slot: StateSlot
+    ) -> KVWork | None:
+        engine = self.engine
         if type(request) is not str or type(prefix_tokens) is not int or not 0 <= prefix_tokens < MAX_COUNT:
             return None
         if type(src) is int:
             ranks: tuple[int, ...] = (src,)
         elif not (ranks := engine.group_map.instances.get(src, ()) if isinstance(src, str) else ()):
             return None
-        if layout is None or layout.stateful or engine.flows is None or trace.isEnabledFor(logging.DEBUG):
+        if self._layout is None or engine.flows is None or trace.isEnabledFor(logging.DEBUG):
+            return None
+        if (state_slot is not None or self._stateful) and not self._is_slot(state_slot):
             return None
         engine.flows.core.rouse()  # to wake it takes as long as this verb
         if (copyable := arguments.copyable_pages(pages)) is None:
@@ -99,7 +108,7 @@ class PlainVerbs(RecordedVerbs):
                 return None
             engine.catch_up()
             now = self.clock()
-            req = engine.receiver.posts.post_plain(request, given, ids, ranks, prefix_tokens, work, now)
+            req = engine.receiver.posts.post_plain(request, given, ids, ranks, prefix_tokens, state_slot, work, now)
             frames = engine.exchange.take_grants(now)
             wake = engine.exchange.has_actions
         if frames:
@@ -110,6 +119,10 @@ class PlainVerbs(RecordedVerbs):
             return None
         self._receives(work, req)
         return work
+
+    def _is_slot(self, state_slot: StateSlot) -> TypeGuard[int]:
+        """Whether that is a slot of this rank's states, of which no layer group holds any."""
+        return self._stateful and type(state_slot) is int and 0 <= state_slot < self._num_slots
 
     def _targets(self, request: str, dst: Peers | None) -> tuple[int, ...]:
         """The ranks that a request goes to: of the instance that is named, or who has granted it; () if not known."""
@@ -331,28 +344,92 @@ class PlainVerbs(RecordedVerbs):
         req.add_sent(op)
         return cast(KVWork, op.work)
 
-    def _finish_plain(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork | None:
-        if type(request) is not str or state_slot is not None:
+    def _send_states_plain(
+        self, request: str, layers: Layers, state_slot: StateSlot, dst: Peers | None, event: Any
+    ) -> KVWork | None:
+        held = self._plain_layers.get(layers) if type(layers) is int else layers if type(layers) is HeldLayers else None
+        if type(request) is not str or held is None or not self._is_slot(state_slot):
             return None
-        return self._finish_all(request, [(request, rank) for rank in self._targets(request, dst)], aux)
+        keys = [(request, rank) for rank in self._targets(request, dst)]
+        return self._send_states_to(request, keys, held, state_slot, event)
 
-    def _finish_all(self, request: str, keys: list[tuple[str, int]], aux: bytes) -> KVWork | None:
-        """Finishes these requests of the protocol, by name and receiver, which are one ``request`` to its caller."""
-        engine, sender = self.engine, self.engine.sender
-        if engine.flows is None or not keys or type(aux) is not bytes or engine.lost:
+    def _send_states_to(
+        self, request: str, keys: list[tuple[str, int]], layers: tuple[int, ...], slot: int, event: Any
+    ) -> KVWork | None:
+        """Sends states to these requests of the protocol, which are one ``request`` to its caller."""
+        reqs = self._begun(keys)
+        if reqs is None or (source := self._states_of(slot, event)) is None:
             return None
-        if trace.isEnabledFor(logging.DEBUG):
+        work = KVWork(f"send_state({request!r})", sync_words=self._sync_words, loop=self._loop, parts=len(reqs))
+        ops = [SendOp(req.request, req.dst, {}, layers, 0, 1, work, source, state=True) for req in reqs]
+        with self.engine.lock:
+            return work if self._start_states(reqs, ops) else None
+
+    def _begun(self, keys: list[tuple[str, int]]) -> list[SenderRequest] | None:
+        """The requests of these names and receivers; None if one has not begun, or nothing is plain."""
+        engine = self.engine
+        if engine.flows is None or not keys or engine.lost or trace.isEnabledFor(logging.DEBUG):
             return None
         reqs = []
         for key in keys:
-            if (req := sender.requests.by_key.get(key)) is None:
+            if (req := engine.sender.requests.by_key.get(key)) is None:
                 return None
             reqs.append(req)
+        return reqs
+
+    def _states_of(self, slot: int, event: Any) -> SourcePages | None:
+        """The slot as the source of its states; None if that is not plain."""
+        gpu = self.engine.gpu
+        if self.forced_path is not None:
+            return None
+        if event is None and gpu is not None and (event := gpu.try_record_gate()) is None:
+            return None
+        return SourcePages(np.array((slot,), dtype=np.int64), event, None)
+
+    def _start_states(self, reqs: list[SenderRequest], ops: list[SendOp]) -> bool:
+        """Starts an op of states for each request, or for none. Under the lock."""
+        assert self.engine.flows is not None
+        if not self.engine.flows.plain.start_several(reqs, ops):
+            return False
+        for req, op in zip(reqs, ops, strict=True):
+            req.add_sent(op)
+        return True
+
+    def _finish_plain(self, request: str, dst: Peers | None, aux: bytes, state_slot: StateSlot) -> KVWork | None:
+        if type(request) is not str or not (state_slot is None or self._is_slot(state_slot)):
+            return None
+        keys = [(request, rank) for rank in self._targets(request, dst)]
+        return self._finish_all(request, keys, aux, {} if state_slot is None else {request: state_slot})
+
+    def _finish_all(
+        self, request: str, keys: list[tuple[str, int]], aux: bytes, slots: dict[str, int]
+    ) -> KVWork | None:
+        """Finishes these requests of the protocol, which are one ``request`` to its caller.
+
+        keys: their names and receivers. slots: by name, of those whose states are sent that have not been.
+        """
+        engine, sender = self.engine, self.engine.sender
+        if type(aux) is not bytes or (reqs := self._begun(keys)) is None:
+            return None
+        sources: dict[str, SourcePages] = {}
+        for name, slot in slots.items():
+            if (source := self._states_of(slot, None)) is None:
+                return None
+            sources[name] = source
         work = KVWork(f"finish({request!r})", sync_words=self._sync_words, loop=self._loop, parts=len(reqs))
         work._verdict = True
         with engine.lock:
+            owing, ops = [], []
             for req in reqs:
-                if not sender.may_finish_whole(req, aux):
+                left = req.states_left if sources and req.request in sources else ()
+                if not sender.may_finish_whole(req, aux, left):
+                    return None
+                if left:
+                    owing.append(req)
+                    ops.append(SendOp(req.request, req.dst, {}, left, 0, 1, work, sources[req.request], state=True))
+            if ops:
+                work._expect(len(reqs) + len(ops))
+                if not self._start_states(owing, ops):
                     return None
             now = self.clock()
             for req in reqs:

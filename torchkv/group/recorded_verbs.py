@@ -50,8 +50,8 @@ class RecordedVerbs(ABC):
         state_slot: StateSlot = None,
         timeout: float | timedelta | None = None,
     ) -> KVWork:
-        if state_slot is None and timeout is None and not (profiler._is_profiler_enabled or self._nvtx):
-            work = self._recv_plain(request, pages, src, prefix_tokens)
+        if timeout is None and not (profiler._is_profiler_enabled or self._nvtx):
+            work = self._recv_plain(request, pages, src, prefix_tokens, state_slot)
             if work is not None:
                 return work  # which the loop records
         call = self._recv_pages
@@ -121,6 +121,11 @@ class RecordedVerbs(ABC):
 
     def send_states(self, request: str, layers: Layers, state_slot: StateSlot, dst: Peers | None, event: Any) -> KVWork:
         """As `send_state`, for any number of layers: `pipeline` sends a group's states with one verb."""
+        if not (profiler._is_profiler_enabled or self._nvtx):
+            work = self._send_states_plain(request, layers, state_slot, dst, event)
+            if work is not None:
+                self._record(work, "send_state", request, dst, layers, (state_slot,))
+                return work
         call = self._send_states
         return self._seen(
             "send_state", request, dst, layers, (state_slot,), call, request, layers, state_slot, dst, event
@@ -161,8 +166,10 @@ class RecordedVerbs(ABC):
     ) -> KVWork: ...
 
     @abstractmethod
-    def _recv_plain(self, request: str, pages: Pages, src: Peers, prefix_tokens: int) -> KVWork | None:
-        """As `_send_plain`: receives without state, or returns None."""
+    def _recv_plain(
+        self, request: str, pages: Pages, src: Peers, prefix_tokens: int, state_slot: StateSlot
+    ) -> KVWork | None:
+        """As `_send_plain`: receives, or returns None."""
 
     @abstractmethod
     def _send_plain(
@@ -190,6 +197,12 @@ class RecordedVerbs(ABC):
         event: Any,
         origin: Origin,
     ) -> KVWork: ...
+
+    @abstractmethod
+    def _send_states_plain(
+        self, request: str, layers: Layers, state_slot: StateSlot, dst: Peers | None, event: Any
+    ) -> KVWork | None:
+        """As `_send_plain`: sends states, or returns None."""
 
     @abstractmethod
     def _send_states(

@@ -225,7 +225,9 @@ class Verbs(PlainVerbs):
                 trace.debug(_QUEUED, name, ranks[name], "send_state", held, 1)
                 for rank in ranks[name]:
                     self._submit_state(name, rank, held, work, sources[name])
-        self._wake()
+            wake = engine.flows is None or engine.exchange.has_actions
+        if wake:
+            self._wake()
         return work
 
     def _states(

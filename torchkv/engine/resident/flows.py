@@ -27,7 +27,7 @@ from torchkv.core.receives import ReceiveState
 from torchkv.engine.resident.bound_grants import as_bits
 from torchkv.engine.resident.journal import Journal
 from torchkv.engine.resident.notices import Notices, OnLoop, path_of
-from torchkv.engine.resident.plain_receives import PlainReceives, SoleWriter
+from torchkv.engine.resident.plain_receives import PlainReceives, SoleWriter, owed
 from torchkv.engine.resident.plain_sends import PlainSends
 from torchkv.engine.resident.routes import Routes
 from torchkv.engine.resident.standing_stages import StandingStages
@@ -318,7 +318,7 @@ class Flows:
             page_size=writer.plan.dst_page_size,
             leader=self._decider(),
             told=told,
-            writers=[(rank, *_owed(w.plan), w.plan.src_page_size) for rank, w in req.writers.items()],
+            writers=[(rank, *owed(w.plan), w.plan.src_page_size) for rank, w in req.writers.items()],
             network=any(lane.is_driven for rank in req.writers if (lane := self.core.peers.lane(rank)) is not None),
             staged=staged,
             pages=req.pages,
@@ -448,11 +448,6 @@ class Flows:
 
     def _standing_still(self) -> AbstractContextManager[None]:
         return self.notices.standing_still()
-
-
-def _owed(plan: PairPlan) -> tuple[int, int]:
-    """How many layers a writer owes, and of how many layers the state."""
-    return len(plan.layers), 0 if plan.state is None else len(plan.state.layers)
 
 
 def _both(one: Callable[[], bool] | None, other: Callable[[], bool]) -> Callable[[], bool]:

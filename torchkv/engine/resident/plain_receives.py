@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torchkv.engine.resident.routes import Routes
     from torchkv.layout.group_map import GroupMap
 
-__all__ = ["PlainReceives", "SoleWriter"]
+__all__ = ["PlainReceives", "SoleWriter", "owed"]
 
 
 @dataclass(eq=False, slots=True)
@@ -49,17 +49,20 @@ class PlainReceives:
 
     def sole_writer(self, rank: int, plan: PairPlan, num_pages: int, name: bytes) -> SoleWriter | None:
         """How ``rank`` would write so many pages of a request. name: in UTF-8. None where that needs more thought."""
-        if not (0 < num_pages <= MAX_GRANTED and 0 < len(name) <= MAX_NAME and self._core.receives.has_room):
+        if not ((num_pages or plan.owes_state) and num_pages <= MAX_GRANTED and 0 < len(name) <= MAX_NAME):
+            return None
+        if not self._core.receives.has_room:
             return None
         sole, connection = self._known.get((rank, id(plan))), self._routes.serving(rank)
         if sole is None or sole.plan is not plan or sole.connection is not connection:
             plans = {rank: plan}
             if connection is None or not self._routes.takes(plans):
                 return None
-            lane = self._core.peers.lane(rank)
+            lane, (layers, states) = self._core.peers.lane(rank), owed(plan)
             source = Source(
                 slot=self._core.peers.slots[rank],
-                layers=len(plan.layers),
+                layers=layers,
+                states=states,
                 page_size=plan.dst_page_size,
                 writer_page=plan.src_page_size,
                 writers=as_bits(self._group_map.own_numbers((rank,))),
@@ -85,6 +88,7 @@ class PlainReceives:
             name=name,
             hashes=name_hashes(req.request),
             pages=req.pages,
+            state_slot=req.state_slot,
             serial=self._journal.number_receive(req),
         )
         self._receives[req.flow] = req
@@ -92,3 +96,8 @@ class PlainReceives:
     def forget(self, rank: int) -> None:
         """The process of ``rank`` has ended."""
         self._known = {key: sole for key, sole in self._known.items() if key[0] != rank}
+
+
+def owed(plan: PairPlan) -> tuple[int, int]:
+    """How many layers a writer owes, and of how many layers the state."""
+    return len(plan.layers), 0 if plan.state is None else len(plan.state.layers)

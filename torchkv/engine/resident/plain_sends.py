@@ -166,14 +166,15 @@ class PlainSends:
         return True
 
     def start_several(self, reqs: list[SenderRequest], ops: list[SendOp]) -> bool:
-        """As `start_more`, of a verb to several receivers, whose page ids are checked. All of them, or none."""
+        """As `start_more`, of several ops at once, whose page ids are checked, or of states. All of them, or none."""
         ways = [self._more(req, op) for req, op in zip(reqs, ops, strict=True)]
         if None in ways or not self._core.has_ops(len(ops)):
             return False
         for req, op, way in zip(reqs, ops, ways, strict=True):
             assert way is not None
             flow, route, gate = way
-            index = self._core.start_op(flow, route.positions[op.layers], op.source_pages.pages, op.start, gate)
+            positions = (route.state_positions if op.state else route.positions)[op.layers]
+            index = self._core.start_op(flow, positions, op.source_pages.pages, op.start, gate, of_state=op.state)
             assert index is not None
             self._runs(req, op, index)
         return True
@@ -186,7 +187,8 @@ class PlainSends:
         if req.loop_promised:
             return None
         plan = grant.plan
-        if (op.start + op.num_pages - 1) * plan.src_page_size >= len(grant.pages) * plan.dst_page_size:
+        outside = (op.start + op.num_pages - 1) * plan.src_page_size >= len(grant.pages) * plan.dst_page_size
+        if outside and not op.state:
             return None
         route = self._routes.known.get((req.dst, id(plan)))
         if route is None or not route.usable or route.connection is not self._connections.get(req.dst):

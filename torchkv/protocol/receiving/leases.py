@@ -179,15 +179,23 @@ class Leases:
         self._holders[req.generation] = req
         self._set(req, req.generation)
 
-    def try_take(self, given: Int64Array, pages: Int64Array, generation: int) -> bool:
-        """`check` and `take` in one, for pages without layer groups: copies ``given`` to ``pages``, and leases them.
+    def try_take(self, given: Int64Array, pages: Int64Array, slot: int | None, generation: int) -> bool:
+        """`check` and `take` in one, without layer groups: leases ``pages``, to which it copies ``given``, and a slot.
 
         False, and nothing is leased, where `check` has something to say. Else the caller calls `hold` next.
         """
-        return self.others is None and _copy_and_mark(given, pages, self._marks[PAGES], generation)
+        if self.others is not None:
+            return False
+        if slot is None:
+            return _copy_and_mark(given, pages, self._marks[PAGES], generation)
+        slots = self._marks[self.pools[None, True]]
+        if slot >= self._num_slots or slots[slot] or not _copy_and_mark(given, pages, self._marks[PAGES], generation):
+            return False
+        slots[slot] = generation
+        return True
 
     def hold(self, req: ReceiverRequest) -> None:
-        """The pages that `try_take` has leased to this generation are of ``req``."""
+        """What `try_take` has leased to this generation is of ``req``."""
         self._holders[req.generation] = req
 
     def free(self, req: ReceiverRequest) -> None:

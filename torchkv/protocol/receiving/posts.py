@@ -102,8 +102,6 @@ class Posts:
         if flows is None or len(req.writers) != 1 or req.absent_tokens or self._requests.knows(req.request):
             return None
         ((rank, writer),) = req.writers.items()
-        if writer.plan.owes_state:
-            return None
         return flows.sole_writer(rank, writer.plan, len(req.pages), req.request.encode())
 
     def post_plain(
@@ -113,10 +111,11 @@ class Posts:
         pages: Int64Array,
         src: tuple[int, ...],
         prefix_tokens: int,
+        state_slot: int | None,
         work: Work,
         now: float,
     ) -> ReceiverRequest | None:
-        """`post` of pages of which one rank of ``src`` holds all, by the resident loop: for a verb's critical path.
+        """`post` by the resident loop, if one rank of ``src`` holds all that is owed: for a verb's critical path.
 
         given: the page ids as the caller gave them, which are checked as they are copied to ``pages``. None, and
         nothing is done, if anything speaks against it or needs more thought.
@@ -138,7 +137,7 @@ class Posts:
         if prefix_tokens and prefix_tokens % plan.src_page_size:
             return None
         sole = flows.sole_writer(writer, plan, len(pages), name)
-        if sole is None or not self._leases.try_take(given, pages, self._next_generation):
+        if sole is None or not self._leases.try_take(given, pages, state_slot, self._next_generation):
             return None
         req = ReceiverRequest(
             request=request,
@@ -150,6 +149,7 @@ class Posts:
             work=work,
             begun_at=now,
             total=None,
+            state_slot=state_slot,
         )
         self._next_generation += 1
         self._leases.hold(req)

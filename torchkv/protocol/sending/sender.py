@@ -190,16 +190,17 @@ class Sender:
         req.finish = Finish(work, aux)
         self.handover.finish(req, now)
 
-    def may_finish_whole(self, req: SenderRequest, aux: bytes) -> bool:
+    def may_finish_whole(self, req: SenderRequest, aux: bytes, states: tuple[int, ...]) -> bool:
         """Whether `finish_whole` may be called: verbs of all pages have sent all that is owed, and the loop serves it.
 
-        Where it may not, `check_finish` says what is missing, if anything is.
+        states: layers whose state is about to be sent. Where it may not, `check_finish` says what is missing, if
+        anything is.
         """
         grant, flows = req.grant, self.handover.flows
-        if req.flow is None or grant is None or req.finish is not None or flows is None or not req.num_pages:
+        if req.flow is None or grant is None or req.finish is not None or flows is None:
             return False
         plan = grant.plan
-        if plan.state is not None and not req.states.issuperset(plan.state.layers):
+        if plan.state is not None and not req.states.union(states).issuperset(plan.state.layers):
             return False
         fits = seal_matches(req.num_pages, plan.src_page_size, len(grant.pages), plan.dst_page_size)
         return fits and req.sent_all_of(plan.layers) and flows.may_finish(aux)
