@@ -151,7 +151,7 @@ class KVVerbs:
         Raises ``PageOutOfRange``, ``ProtocolError``, ``PeerLost``, and the error with which this request failed before.
         """
         verbs = self._verbs or self._unregistered("send_pages")
-        return verbs.send_pages(request, pages, dst, layers=layers, start=start, event=event, origin=origin)
+        return verbs.send("send_pages", request, layers, pages, dst, start, event, origin)
 
     def send_layer(
         self,
@@ -169,7 +169,7 @@ class KVVerbs:
         layer: a global layer id. Raises ``LayoutMismatch`` if heads, page size or order of the two layouts differ.
         """
         verbs = self._verbs or self._unregistered("send_layer")
-        return verbs.send_layer(request, layer, pages, dst, start=start, event=event, origin=origin)
+        return verbs.send("send_layer", request, layer, pages, dst, start, event, origin)
 
     def send_slice(
         self,
@@ -184,7 +184,7 @@ class KVVerbs:
     ) -> KVWork:
         """Sends the bytes that both sides hold, for any two layouts. Otherwise as `send_pages`."""
         verbs = self._verbs or self._unregistered("send_slice")
-        return verbs.send_slice(request, layers, pages, dst, start=start, event=event, origin=origin)
+        return verbs.send("send_slice", request, layers, pages, dst, start, event, origin)
 
     def staged_put(
         self,
@@ -206,7 +206,7 @@ class KVVerbs:
         Otherwise as `send_pages`.
         """
         verbs = self._verbs or self._unregistered("staged_put")
-        return verbs.staged_put(request, layers, pages, dst, start=start, event=event, origin=origin)
+        return verbs.send("staged_put", request, layers, pages, dst, start, event, origin)
 
     def send_state(
         self, request: str, layer: int, state_slot: StateSlot, dst: Peers | None, *, event: Any = None

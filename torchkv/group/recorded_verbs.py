@@ -59,59 +59,32 @@ class RecordedVerbs(ABC):
             "recv_pages", request, src, None, pages, call, request, pages, src, prefix_tokens, state_slot, timeout
         )
 
-    def send_layer(
+    def send(
         self,
-        request: str,
-        layer: int,
-        pages: Pages,
-        dst: Peers | None,
-        *,
-        start: int = 0,
-        event: Any = None,
-        origin: Origin = "prefix",
-    ) -> KVWork:
-        if type(layer) is not int:
-            arguments.check_one_layer("send_layer", request, layer)
-        return self._send("send_layer", request, layer, pages, dst, start, event, origin)
-
-    def send_slice(
-        self,
+        verb: str,
         request: str,
         layers: Layers,
         pages: Pages,
         dst: Peers | None,
-        *,
-        start: int = 0,
-        event: Any = None,
-        origin: Origin = "prefix",
+        start: int,
+        event: Any,
+        origin: Origin,
     ) -> KVWork:
-        return self._send("send_slice", request, layers, pages, dst, start, event, origin)
-
-    def staged_put(
-        self,
-        request: str,
-        layers: Layers,
-        pages: Pages,
-        dst: Peers | None,
-        *,
-        start: int = 0,
-        event: Any = None,
-        origin: Origin = "prefix",
-    ) -> KVWork:
-        return self._send("staged_put", request, layers, pages, dst, start, event, origin)
-
-    def send_pages(
-        self,
-        request: str,
-        pages: Pages,
-        dst: Peers | None,
-        *,
-        layers: Layers = None,
-        start: int = 0,
-        event: Any = None,
-        origin: Origin = "prefix",
-    ) -> KVWork:
-        return self._send("send_pages", request, layers, pages, dst, start, event, origin)
+        """`send_pages`, `send_layer`, `send_slice` and `staged_put`, which differ in what they check."""
+        if verb == "send_layer" and type(layers) is not int:
+            arguments.check_one_layer(verb, request, layers)
+        from_prompt = origin == "prompt"
+        plain = (from_prompt or origin == "prefix") and verb != "staged_put"
+        if plain and not (profiler._is_profiler_enabled or self._nvtx):
+            work = self._send_plain(verb, request, layers, pages, dst, start, event, from_prompt)
+            if work is not None:
+                if not work._in_journal:
+                    self._record(work, verb, request, dst, layers, pages)
+                return work
+        call = self._send_any
+        return self._seen(
+            verb, request, dst, layers, pages, call, verb, request, layers, pages, dst, start, event, origin
+        )
 
     def send_state(
         self, request: str, layer: int, state_slot: StateSlot, dst: Peers | None, *, event: Any = None
@@ -229,30 +202,6 @@ class RecordedVerbs(ABC):
     def _prefix_tokens(self, request: str, dst: Peers | None) -> int: ...
 
     # ------------------------------------------------------------------ what is seen of them
-
-    def _send(
-        self,
-        verb: str,
-        request: str,
-        layers: Layers,
-        pages: Pages,
-        dst: Peers | None,
-        start: int,
-        event: Any,
-        origin: Origin,
-    ) -> KVWork:
-        from_prompt = origin == "prompt"
-        plain = (from_prompt or origin == "prefix") and verb != "staged_put"
-        if plain and not (profiler._is_profiler_enabled or self._nvtx):
-            work = self._send_plain(verb, request, layers, pages, dst, start, event, from_prompt)
-            if work is not None:
-                if not work._in_journal:
-                    self._record(work, verb, request, dst, layers, pages)
-                return work
-        call = self._send_any
-        return self._seen(
-            verb, request, dst, layers, pages, call, verb, request, layers, pages, dst, start, event, origin
-        )
 
     def _seen(
         self,

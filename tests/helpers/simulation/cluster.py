@@ -30,6 +30,8 @@ from torchkv.engine.engine import Engine
 from torchkv.engine.joining.peer_metadata import PeerMetadata
 from torchkv.engine.joining.registration import Registration
 from torchkv.engine.scheduler import LocalMemory
+from torchkv.engine.work import KVWork
+from torchkv.group.arguments import Layers, Origin, Pages, Peers
 from torchkv.group.layer_groups import GroupedVerbs
 from torchkv.group.verbs import Verbs
 from torchkv.host.processes import ProcessId
@@ -143,6 +145,60 @@ class Rank(Verbs):
     @property
     def running(self) -> bool:
         return self.world.runs(self.node)
+
+    # As `KVVerbs` has them.
+
+    def send_pages(
+        self,
+        request: str,
+        pages: Pages,
+        dst: Peers | None,
+        *,
+        layers: Layers = None,
+        start: int = 0,
+        event: Any = None,
+        origin: Origin = "prefix",
+    ) -> KVWork:
+        return self.send("send_pages", request, layers, pages, dst, start, event, origin)
+
+    def send_layer(
+        self,
+        request: str,
+        layer: int,
+        pages: Pages,
+        dst: Peers | None,
+        *,
+        start: int = 0,
+        event: Any = None,
+        origin: Origin = "prefix",
+    ) -> KVWork:
+        return self.send("send_layer", request, layer, pages, dst, start, event, origin)
+
+    def send_slice(
+        self,
+        request: str,
+        layers: Layers,
+        pages: Pages,
+        dst: Peers | None,
+        *,
+        start: int = 0,
+        event: Any = None,
+        origin: Origin = "prefix",
+    ) -> KVWork:
+        return self.send("send_slice", request, layers, pages, dst, start, event, origin)
+
+    def staged_put(
+        self,
+        request: str,
+        layers: Layers,
+        pages: Pages,
+        dst: Peers | None,
+        *,
+        start: int = 0,
+        event: Any = None,
+        origin: Origin = "prefix",
+    ) -> KVWork:
+        return self.send("staged_put", request, layers, pages, dst, start, event, origin)
 
 
 class GroupedRank(Rank, GroupedVerbs):
