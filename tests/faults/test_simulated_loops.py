@@ -12,7 +12,8 @@ import signal
 import pytest
 
 from tests.helpers.simulation.broken_loops import KINDS, MOMENTS
-from tests.helpers.simulation.loop_runs import DIRECT, RUNS, clean_run, plain
+from tests.helpers.simulation.loop_runs import DIRECT, RUNS, clean_run
+from tests.helpers.simulation.plain_python import plain
 
 BATCH = 20
 SEEDS = {"": 100, "network": 120, "staged": 120, "single": 100, "gpus apart": 80, "gpus staged": 80}  # else 60

@@ -1,7 +1,7 @@
 """Runs of the resident loop in plain Python, whole and broken: ``python -m tests.helpers.simulation.broken_loops``.
 
-To be run with ``NUMBA_DISABLE_JIT=1``, for then the loop's functions are ordinary ones that can be replaced. Faults
-that only a writer that lies would show are in `MOMENTS`, or left to tests/unit/core.
+To be run with ``NUMBA_DISABLE_JIT=1``, for then the loop's functions are ordinary ones that can be replaced; tests do
+that by `plain_python`. Faults that only a writer that lies would show are in `MOMENTS`, or left to tests/unit/core.
 
     trace SEED [KIND]   prints what happens in one run, of a kind of `loop_runs.RUNS`
     break NAME [KIND]   breaks the loop; fails unless some seed shows it

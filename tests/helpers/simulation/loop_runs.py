@@ -1,12 +1,8 @@
-"""Runs of the resident loop in the simulation: in this process, compiled, or in one of their own, in plain Python."""
+"""Runs of the resident loop in the simulation."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +13,9 @@ from torchkv.engine.resident.flows import Flows
 from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.protocol.sending.request import SenderRequest
 
-__all__ = ["DIRECT", "RUNS", "clean_run", "loop_scenario", "note_staged", "plain"]
+__all__ = ["DIRECT", "RUNS", "clean_run", "loop_scenario", "note_staged"]
 
 DIRECT = ("layer", "slice", "pages")  # the verbs that the loop can do
-ROOT = Path(__file__).parents[3]
 
 RUNS: dict[str, dict[str, bool]] = {  # what `loop_scenario` is given, by kind
     "": {},
@@ -105,10 +100,3 @@ def note_staged(patch: pytest.MonkeyPatch) -> Counter[str]:
     patch.setattr(Flows, "_leave", leave)
     patch.setattr(Flows, "take_back_send", taking_back)
     return seen
-
-
-def plain(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs `broken_loops` in plain Python: numba reads the variable when it is imported."""
-    command = [sys.executable, "-m", "tests.helpers.simulation.broken_loops", *arguments]
-    env = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
