@@ -160,13 +160,6 @@ def test_many_at_once(apart: bool, shared_ranks: Callable[..., Ranks]) -> None:
     shared_ranks("tcp", 2, env=TCP).run(many, apart, 24)
 
 
-def finish_cancelled(kv: KVProcessGroup, by_reader: bool) -> None:
-    done = kv.finish("r", READER)
-    if not by_reader:
-        kv.cancel("r").wait(30)
-    done.wait(30)
-
-
 def cancelled(apart: bool, by_reader: bool) -> None:
     """In the middle of 64 MiB: pages come back once nothing can land, and the next request finds them."""
     with Loop(apart), kv_group() as kv:
@@ -176,9 +169,11 @@ def cancelled(apart: bool, by_reader: bool) -> None:
         for _ in range(3):
             if kv.rank() == WRITER:
                 meet(kv)
-                kv.send_pages("r", pages, READER)
-                with pytest.raises(TransferCancelled):  # of finish itself, if the reader was quicker
-                    finish_cancelled(kv, by_reader)
+                kv.send_pages("r", pages, READER)  # and finishes it too late: it cannot succeed before it is cancelled
+                if by_reader:
+                    meet(kv)
+                    with pytest.raises(TransferCancelled):
+                        kv.finish("r", READER)
                 kv.cancel("r").wait(30)
             else:
                 rx = kv.recv_pages("r", pages, WRITER)
@@ -186,6 +181,7 @@ def cancelled(apart: bool, by_reader: bool) -> None:
                 if by_reader:
                     rx.wait_layer(0, 30)
                     kv.cancel("r").wait(30)
+                    meet(kv)
                 with pytest.raises(TransferCancelled):
                     rx.wait(30)
                 kv.cancel("r").wait(30)

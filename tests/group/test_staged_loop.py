@@ -271,15 +271,6 @@ def warm(kv: KVProcessGroup) -> None:
     raise AssertionError("nothing was staged by the loop")
 
 
-def finish_cancelled(kv: KVProcessGroup, cancel_after: float | None) -> None:
-    """cancel_after: seconds; None: the reader cancels."""
-    done = kv.finish("r", R0)
-    if cancel_after is not None:
-        time.sleep(cancel_after)
-        kv.cancel("r").wait(30)
-    done.wait(30)
-
-
 def cancelled(by_reader: bool) -> None:
     """Amid pieces: pages come back once nothing can be written to them, and later requests have their own bytes."""
     pages = list(range(256))
@@ -289,9 +280,13 @@ def cancelled(by_reader: bool) -> None:
         for turn in range(4):
             if kv.rank() == W0:
                 meet(kv)
-                kv.send_pages("r", pages, R0)
-                with pytest.raises(TransferCancelled):  # of finish itself, if the reader was quicker
-                    finish_cancelled(kv, None if by_reader else 0.003 * turn)
+                kv.send_pages("r", pages, R0)  # and finishes it too late: it cannot succeed before it is cancelled
+                if by_reader:
+                    meet(kv)
+                    with pytest.raises(TransferCancelled):
+                        kv.finish("r", R0)
+                else:
+                    time.sleep(0.003 * turn)
                 kv.cancel("r").wait(30)
             elif kv.rank() == R0:
                 assert cache is not None
@@ -300,6 +295,7 @@ def cancelled(by_reader: bool) -> None:
                 if by_reader:
                     rx.wait_layer(0, 30)
                     kv.cancel("r").wait(30)
+                    meet(kv)
                 with pytest.raises(TransferCancelled):
                     rx.wait(30)
                 kv.cancel("r").wait(30)
@@ -308,6 +304,8 @@ def cancelled(by_reader: bool) -> None:
                     tensor.fill_(POISON)
             else:
                 meet(kv)
+                if by_reader:
+                    meet(kv)
             meet(kv)
             exchanged(kv, cache, f"after {turn}")
 
