@@ -121,7 +121,7 @@ class PlainVerbs(RecordedVerbs):
         return work
 
     def _is_slot(self, state_slot: StateSlot) -> TypeGuard[int]:
-        """Whether that is a slot of this rank's states, of which no layer group holds any."""
+        """Whether that is a slot of this rank's states, in a layout without layer groups."""
         return self._stateful and type(state_slot) is int and 0 <= state_slot < self._num_slots
 
     def _targets(self, request: str, dst: Peers | None) -> tuple[int, ...]:
