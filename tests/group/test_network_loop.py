@@ -172,8 +172,8 @@ def cancelled(apart: bool, by_reader: bool) -> None:
                 kv.send_pages("r", pages, READER)  # and finishes it too late: it cannot succeed before it is cancelled
                 if by_reader:
                     meet(kv)
-                    with pytest.raises(TransferCancelled):
-                        kv.finish("r", READER)
+                    with pytest.raises(TransferCancelled):  # of finish itself, if that is known here already
+                        kv.finish("r", READER).wait(30)
                 kv.cancel("r").wait(30)
             else:
                 rx = kv.recv_pages("r", pages, WRITER)

@@ -283,8 +283,8 @@ def cancelled(by_reader: bool) -> None:
                 kv.send_pages("r", pages, R0)  # and finishes it too late: it cannot succeed before it is cancelled
                 if by_reader:
                     meet(kv)
-                    with pytest.raises(TransferCancelled):
-                        kv.finish("r", R0)
+                    with pytest.raises(TransferCancelled):  # of finish itself, if that is known here already
+                        kv.finish("r", R0).wait(30)
                 else:
                     time.sleep(0.003 * turn)
                 kv.cancel("r").wait(30)
