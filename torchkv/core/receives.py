@@ -207,9 +207,10 @@ class Receives:
             self._count_network(flow)
         cover = self._kept[flow] = np.zeros((1, source.layers + source.states, 1 + 2 * MAX_INTERVALS), dtype=np.int64)
         body = self._peers.name_grant(flow, name)
+        ids = pages if state_slot is None else with_slot(pages, state_slot)
         geometry = kernels = 0
         if source.pieces is not None:
-            self._unpacking[flow] = pages, source.pieces
+            self._unpacking[flow] = ids, source.pieces
             geometry, kernels = source.pieces.addresses
         posting.post_receive(
             self._address,
@@ -229,7 +230,7 @@ class Receives:
             source.writers,
             prefix_tokens,
             len(name),
-            pages if state_slot is None else with_slot(pages, state_slot),
+            ids,
             0 if state_slot is None else 1,
             serial,
             geometry,
