@@ -388,6 +388,11 @@ class Engine:
 
     # ------------------------------------------------------------------ what the resident loop has done
 
+    @property
+    def needs_driver(self) -> bool:
+        """Whether the driver has anything to do for what a verb has just begun. Under the lock."""
+        return self.flows is None or self.exchange.has_actions
+
     def poll(self, *, verdict: bool = False) -> None:
         """Completes the works that the resident loop has ended. For a thread that asks whether one is complete.
 

@@ -144,8 +144,7 @@ class GroupArguments:
 
 def _group(name: str, layout: KVLayout) -> LayerGroup:
     paged = frozenset(layer for c in layout.components for layer in layout.component_layers(c.name))
-    stateful = frozenset(layer for s in layout.states for layer in layout.state_layers(s.name))
-    return LayerGroup(name, layout, paged, stateful, frozenset(map(layout.window, paged)))
+    return LayerGroup(name, layout, paged, layout.stateful_layers, frozenset(map(layout.window, paged)))
 
 
 def _length(pages: PageIds) -> int:

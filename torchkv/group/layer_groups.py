@@ -260,7 +260,7 @@ class GroupedVerbs(Verbs):
                         op.from_prompt, op.prefixes = True, {}
                     op.whole = whole and rank == ANYBODY
                     engine.sender.submit(op, now)
-            wake = engine.flows is None or engine.exchange.has_actions
+            wake = engine.needs_driver
         if wake:
             self._wake()
         return work
@@ -351,7 +351,7 @@ class GroupedVerbs(Verbs):
                     if (group, rank) in states:
                         self._submit_state(name, rank, states[group, rank], work, sources[group])
                     sender.finish(name, rank, aux=data, work=work, now=self.clock())
-            wake = engine.flows is None or engine.exchange.has_actions
+            wake = engine.needs_driver
         if wake:
             self._wake()
         return work

@@ -235,11 +235,7 @@ class PlainVerbs(RecordedVerbs):
             work = KVWork(f"{verb}({request!r})", sync_words=self._sync_words, loop=self._loop, parts=len(ranks))
             source = SourcePages(ids, event, self.forced_path)
             ops = [SendOp(request, rank, {}, layers, start, len(ids), work, source) for rank in ranks]
-            if not flows.plain.start_several(reqs, ops):
-                return None
-            for req, op in zip(reqs, ops, strict=True):
-                req.add_sent(op)
-        return work
+            return work if self._start_all(reqs, ops) else None
 
     def _find(self, request: str, given: Int64Array, ids: Int64Array, event: Any) -> int | None:
         """The only rank that has granted a request to anybody, which begins now. None if that is not plain.
@@ -361,9 +357,9 @@ class PlainVerbs(RecordedVerbs):
         if reqs is None or (source := self._states_of(slot, event)) is None:
             return None
         work = KVWork(f"send_state({request!r})", sync_words=self._sync_words, loop=self._loop, parts=len(reqs))
-        ops = [SendOp(req.request, req.dst, {}, layers, 0, 1, work, source, state=True) for req in reqs]
+        ops = [SendOp.of_states(req.request, req.dst, layers, work, source) for req in reqs]
         with self.engine.lock:
-            return work if self._start_states(reqs, ops) else None
+            return work if self._start_all(reqs, ops) else None
 
     def _begun(self, keys: list[tuple[str, int]]) -> list[SenderRequest] | None:
         """The requests of these names and receivers; None if one has not begun, or nothing is plain."""
@@ -386,8 +382,8 @@ class PlainVerbs(RecordedVerbs):
             return None
         return SourcePages(np.array((slot,), dtype=np.int64), event, None)
 
-    def _start_states(self, reqs: list[SenderRequest], ops: list[SendOp]) -> bool:
-        """Starts an op of states for each request, or for none. Under the lock."""
+    def _start_all(self, reqs: list[SenderRequest], ops: list[SendOp]) -> bool:
+        """Starts an op of each request, or of none. Under the lock."""
         assert self.engine.flows is not None
         if not self.engine.flows.plain.start_several(reqs, ops):
             return False
@@ -421,15 +417,15 @@ class PlainVerbs(RecordedVerbs):
         with engine.lock:
             owing, ops = [], []
             for req in reqs:
-                left = req.states_left if sources and req.request in sources else ()
+                left = sender.state_left(req.request, req.dst) if req.request in sources else ()
                 if not sender.may_finish_whole(req, aux, left):
                     return None
                 if left:
                     owing.append(req)
-                    ops.append(SendOp(req.request, req.dst, {}, left, 0, 1, work, sources[req.request], state=True))
+                    ops.append(SendOp.of_states(req.request, req.dst, left, work, sources[req.request]))
             if ops:
                 work._expect(len(reqs) + len(ops))
-                if not self._start_states(owing, ops):
+                if not self._start_all(owing, ops):
                     return None
             now = self.clock()
             for req in reqs:

@@ -98,7 +98,7 @@ def _begin(verbs: Verbs, known: Mapping[str, tuple[int, ...]], operation: str) -
         for rank in ranks:
             engine.sender.begin(name, rank, verbs.clock())
         verbs.check_alive(ranks, operation)
-    if engine.flows is None or engine.exchange.has_actions:
+    if engine.needs_driver:
         engine.wake()
     return begun
 

@@ -199,7 +199,7 @@ class Verbs(PlainVerbs):
                 if op.from_prompt:  # receivers may hold unequal prefixes
                     part.prefixes = {}
                 sender.submit(part, now)
-            wake = engine.flows is None or engine.exchange.has_actions
+            wake = engine.needs_driver
         if wake:
             self._wake()
 
@@ -225,7 +225,7 @@ class Verbs(PlainVerbs):
                 trace.debug(_QUEUED, name, ranks[name], "send_state", held, 1)
                 for rank in ranks[name]:
                     self._submit_state(name, rank, held, work, sources[name])
-            wake = engine.flows is None or engine.exchange.has_actions
+            wake = engine.needs_driver
         if wake:
             self._wake()
         return work
@@ -273,7 +273,7 @@ class Verbs(PlainVerbs):
                 if source_pages is not None and rank in states:
                     self._submit_state(request, rank, states[rank], work, source_pages)
                 engine.sender.finish(request, rank, aux=data, work=work, now=self.clock())
-            wake = engine.flows is None or engine.exchange.has_actions
+            wake = engine.needs_driver
         if wake:
             self._wake()
         return work
@@ -422,5 +422,5 @@ class Verbs(PlainVerbs):
     def _submit_state(
         self, request: str, rank: int, layers: tuple[int, ...], work: KVWork, source_pages: SourcePages
     ) -> None:
-        op = SendOp(request, rank, {}, layers, 0, 1, work, source_pages, state=True)
+        op = SendOp.of_states(request, rank, layers, work, source_pages)
         self.engine.sender.submit(op, self.clock())

@@ -10,6 +10,7 @@ import operator
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -287,10 +288,15 @@ class KVLayout:
         """Global ids of the held layers that have state ``name``, ascending."""
         return self._held(self.state(name).layers)
 
+    @cached_property
+    def stateful_layers(self) -> frozenset[int]:
+        """Global ids of the held layers that have any state."""
+        return frozenset(layer for state in self.states for layer in self.state_layers(state.name))
+
     @property
     def stateful(self) -> bool:
         """Whether any layer held here has state, so that each request needs a state slot."""
-        return bool(self.states) and any(self.state_layers(state.name) for state in self.states)
+        return bool(self.stateful_layers)
 
     def _held(self, layers: Sequence[int] | None) -> tuple[int, ...]:
         if layers is None:

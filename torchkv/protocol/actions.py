@@ -75,6 +75,11 @@ class SendOp:
     # Until then its bytes may land, so the op neither begins again nor ends.
     landed: Callable[[], bool] | None = None
 
+    @classmethod
+    def of_states(cls, request: str, dst: int, layers: tuple[int, ...], work: Work, source_pages: Any) -> SendOp:
+        """The states of these layers. source_pages: the slot that holds them."""
+        return cls(request, dst, {}, layers, 0, 1, work, source_pages, state=True)
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class BoundGrant:

@@ -191,8 +191,9 @@ class Flows:
         req.loop_promised |= forced and not req.loop_wrote
         req.loop_wrote |= not forced
         staged = 0 if not forced else 2 if req.loop_promised else 1
-        positions = (route.state_positions if op.state else route.positions)[op.layers]
-        index = self.core.start_op(req.flow, positions, pages, op.start, gate, verb, of_state=op.state, staged=staged)
+        index = self.core.start_op(
+            req.flow, route.positions_of(op), pages, op.start, gate, verb, of_state=op.state, staged=staged
+        )
         if index is None:
             return False
         op.work._in_journal |= verb != 0

@@ -173,7 +173,7 @@ class PlainSends:
         for req, op, way in zip(reqs, ops, ways, strict=True):
             assert way is not None
             flow, route, gate = way
-            positions = (route.state_positions if op.state else route.positions)[op.layers]
+            positions = route.positions_of(op)
             index = self._core.start_op(flow, positions, op.source_pages.pages, op.start, gate, of_state=op.state)
             assert index is not None
             self._runs(req, op, index)

@@ -22,6 +22,7 @@ from torchkv.transfer.peer_connection import Costs, LocalPages, PeerConnection
 if TYPE_CHECKING:
     from torchkv.core.core import Core
     from torchkv.core.peers import NetworkLane
+    from torchkv.protocol.actions import SendOp
 
 __all__ = ["Route", "Routes"]
 
@@ -114,6 +115,10 @@ class Route:
             keep=(launches, states, packs),
         )
         self.positions, self.state_positions = _Positions(plan), _Positions(plan.state, len(plan.layers))
+
+    def positions_of(self, op: SendOp) -> Int64Array:
+        """Those of an op's layers in the plan, or of their states."""
+        return (self.state_positions if op.state else self.positions)[op.layers]
 
     @property
     def usable(self) -> bool:

@@ -57,8 +57,7 @@ def likely_plan(group_map: GroupMap, request: str, dst: int) -> tuple[PairPlan, 
 
 def state_left(group_map: GroupMap, request: str, req: SenderRequest | None) -> tuple[int, ...]:
     """Layers (global ids, ascending) whose state this rank holds and has not sent. req: if it has begun."""
-    layout = group_map.of(request).layout(group_map.rank)
-    held = {layer for state in layout.states for layer in layout.state_layers(state.name)}
+    held = group_map.of(request).layout(group_map.rank).stateful_layers
     return tuple(sorted(held if req is None else held - req.states))
 
 

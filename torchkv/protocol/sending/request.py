@@ -120,12 +120,6 @@ class SenderRequest:
         if end > self.num_pages:
             self.num_pages = end
 
-    @property
-    def states_left(self) -> tuple[int, ...]:
-        """The layers whose state is owed to the receiver, whose grant has come, and was not sent."""
-        plan = None if self.grant is None else self.grant.plan.state
-        return () if plan is None else tuple(layer for layer in plan.layers if layer not in self.states)
-
     def forget_sent(self) -> None:
         """Forgets what `add_sent` has recorded."""
         self.chunks.clear()
