@@ -6,11 +6,14 @@ from typing import NoReturn
 
 import pytest
 
+from torchkv.group.layer_groups import GroupedVerbs
+from torchkv.group.plain_verbs import PlainVerbs
 from torchkv.group.verbs import Verbs
 
-__all__ = ["forbid_the_general_way"]
+__all__ = ["forbid_the_general_way", "leave_the_straight_way"]
 
 
+STRAIGHT_WAYS = ("_send_plain", "_send_states_plain", "_finish_plain", "_recv_plain")
 WAYS = ("_send_any", "_send_states", "_finish", "_recv_pages")
 
 
@@ -22,3 +25,10 @@ def forbid_the_general_way(rank: Verbs, patch: pytest.MonkeyPatch, *ways: str) -
 
     for name in ways or WAYS:
         patch.setattr(rank, name, general)
+
+
+def leave_the_straight_way(patch: pytest.MonkeyPatch) -> None:
+    """From now on no verb of any rank is taken for plain."""
+    for verbs in (PlainVerbs, GroupedVerbs):
+        for name in STRAIGHT_WAYS:
+            patch.setattr(verbs, name, lambda *_: None)

@@ -30,8 +30,7 @@ from torchkv.engine.engine import Engine
 from torchkv.engine.joining.peer_metadata import PeerMetadata
 from torchkv.engine.joining.registration import Registration
 from torchkv.engine.scheduler import LocalMemory
-from torchkv.engine.work import KVWork
-from torchkv.group.arguments import Layers, Origin, Pages, Peers
+from torchkv.group.kv_verbs import KVVerbs
 from torchkv.group.layer_groups import GroupedVerbs
 from torchkv.group.verbs import Verbs
 from torchkv.host.processes import ProcessId
@@ -146,59 +145,13 @@ class Rank(Verbs):
     def running(self) -> bool:
         return self.world.runs(self.node)
 
-    # As `KVVerbs` has them.
+    @property
+    def _verbs(self) -> Rank:
+        """For what `KVVerbs` calls by other names."""
+        return self
 
-    def send_pages(
-        self,
-        request: str,
-        pages: Pages,
-        dst: Peers | None,
-        *,
-        layers: Layers = None,
-        start: int = 0,
-        event: Any = None,
-        origin: Origin = "prefix",
-    ) -> KVWork:
-        return self.send("send_pages", request, layers, pages, dst, start, event, origin)
-
-    def send_layer(
-        self,
-        request: str,
-        layer: int,
-        pages: Pages,
-        dst: Peers | None,
-        *,
-        start: int = 0,
-        event: Any = None,
-        origin: Origin = "prefix",
-    ) -> KVWork:
-        return self.send("send_layer", request, layer, pages, dst, start, event, origin)
-
-    def send_slice(
-        self,
-        request: str,
-        layers: Layers,
-        pages: Pages,
-        dst: Peers | None,
-        *,
-        start: int = 0,
-        event: Any = None,
-        origin: Origin = "prefix",
-    ) -> KVWork:
-        return self.send("send_slice", request, layers, pages, dst, start, event, origin)
-
-    def staged_put(
-        self,
-        request: str,
-        layers: Layers,
-        pages: Pages,
-        dst: Peers | None,
-        *,
-        start: int = 0,
-        event: Any = None,
-        origin: Origin = "prefix",
-    ) -> KVWork:
-        return self.send("staged_put", request, layers, pages, dst, start, event, origin)
+    send_pages, send_layer = KVVerbs.send_pages, KVVerbs.send_layer
+    send_slice, staged_put = KVVerbs.send_slice, KVVerbs.staged_put
 
 
 class GroupedRank(Rank, GroupedVerbs):

@@ -14,25 +14,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["Done", "plain"]
+__all__ = ["plain"]
 
 ROOT = Path(__file__).parents[3]
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A job that has ended. returncode: as of `subprocess`."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def plain(*arguments: str) -> Done:
+def plain(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs `broken_loops.main` with these arguments."""
     server = _server()
     assert server.stdin is not None
@@ -48,7 +38,7 @@ def plain(*arguments: str) -> Done:
             _server.cache_clear()
             raise
         assert status, f"the process that runs jobs has ended: {server.wait()}"
-        return Done(int(status), *(path.read_text() for path in outputs))
+        return subprocess.CompletedProcess(arguments, int(status), *(path.read_text() for path in outputs))
 
 
 @cache

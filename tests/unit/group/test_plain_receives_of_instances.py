@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.general_way import forbid_the_general_way
+from tests.helpers.general_way import forbid_the_general_way, leave_the_straight_way
 from tests.helpers.references.memory import page_bytes
 from tests.helpers.refusals import outcome
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
-from torchkv.group.plain_verbs import PlainVerbs
 from torchkv.layout.layout import KVLayout
 
 SENT, GRANTED = [5, 6, 2], [3, 1, 9]
@@ -84,10 +83,6 @@ def _heads(senders: list[Rank], component: str, layer: int, reader: Rank) -> np.
     return whole[:, :, mine.tp_rank * size : (mine.tp_rank + 1) * size].reshape(len(SENT), -1)
 
 
-def all_general(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PlainVerbs, "_recv_plain", lambda *_: None)
-
-
 @pytest.mark.parametrize(("writers", "readers"), [(2, 2), (1, 2), (1, 1)])
 def test_it_leaves_behind_what_the_general_way_does(
     writers: int, readers: int, monkeypatch: pytest.MonkeyPatch
@@ -96,7 +91,7 @@ def test_it_leaves_behind_what_the_general_way_does(
     for rank in world.ranks:
         forbid_the_general_way(rank, monkeypatch, "_recv_pages")
     plain = request(world)
-    all_general(monkeypatch)
+    leave_the_straight_way(monkeypatch)
     assert request(cluster(tp(writers), tp(readers))) == plain
 
 
@@ -138,5 +133,5 @@ def test_what_is_refused_leaves_nothing(call: Callable[[Rank], object], monkeypa
     said = outcome(lambda: call(reader))
     assert not reader.engine.receiver.requests.live
     assert not reader.engine.receiver.requests.by_generation
-    all_general(monkeypatch)
+    leave_the_straight_way(monkeypatch)
     assert outcome(lambda: call(reader)) == said != "accepted"

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.general_way import forbid_the_general_way
+from tests.helpers.general_way import forbid_the_general_way, leave_the_straight_way
 from tests.helpers.references.memory import page_bytes
 from tests.helpers.refusals import outcome
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
 from torchkv.group.arguments import HeldLayers
-from torchkv.group.plain_verbs import PlainVerbs
 from torchkv.layout.layout import KVLayout
 
 WRITER, READER = 0, 1
@@ -51,12 +50,6 @@ def waits(writer: Rank) -> bool:
 @pytest.fixture
 def only_plain(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rank], None]:
     return lambda rank: forbid_the_general_way(rank, monkeypatch)
-
-
-def all_general(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlainVerbs, "_send_plain", lambda *_: None)
-    monkeypatch.setattr(PlainVerbs, "_finish_plain", lambda *_: None)
-    monkeypatch.setattr(PlainVerbs, "_recv_plain", lambda *_: None)
 
 
 def carried(
@@ -116,7 +109,7 @@ def test_it_leaves_behind_what_the_general_way_does(
         only_plain(rank)
     plain = carried(cluster, verbs)
     monkeypatch.undo()
-    all_general(monkeypatch)
+    leave_the_straight_way(monkeypatch)
     assert carried(new_cluster(), verbs) == plain
 
 
@@ -146,7 +139,7 @@ def test_peers_prefixes_and_origins(
     for rank in (cluster[WRITER], cluster[READER]):
         only_plain(rank)
     plain = carried(cluster, verbs, **way)
-    all_general(monkeypatch)
+    leave_the_straight_way(monkeypatch)
     assert carried(new_cluster(), verbs, **way) == plain
 
 
@@ -196,7 +189,7 @@ def test_a_first_verb_that_is_refused_begins_nothing(
     said = outcome(lambda: call(writer))
     assert waits(writer)
     assert not writer.engine.sender.requests.by_key
-    all_general(monkeypatch)
+    leave_the_straight_way(monkeypatch)
     assert outcome(lambda: call(writer)) == said != "accepted"
 
 
@@ -205,7 +198,7 @@ def test_a_page_that_the_receiver_holds_must_be_one_too(pages: list[int], monkey
     writer = granted(new_cluster(), prefix_tokens=4)
     said = outcome(lambda: writer.send_pages("r", pages, READER, origin="prompt"))
     assert not writer.engine.sender.requests.by_key
-    all_general(monkeypatch)
+    leave_the_straight_way(monkeypatch)
     assert outcome(lambda: writer.send_pages("r", pages, READER, origin="prompt")) == said
     assert said.startswith("PageOutOfRange")
 
@@ -227,14 +220,14 @@ def test_a_finish_that_is_refused_changes_nothing(
     said = outcome(lambda: call(writer))
     req = writer.engine.sender.requests.by_key["r", READER]
     assert (req.finish, req.sealed_at) == (None, None)
-    all_general(monkeypatch)
+    leave_the_straight_way(monkeypatch)
     assert outcome(lambda: call(writer)) == said != "accepted"
 
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_what_stands_against_a_request_is_said(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not plain:
-        all_general(monkeypatch)
+        leave_the_straight_way(monkeypatch)
     cluster = new_cluster()
     writer = granted(cluster)
     writer.engine.lost[READER] = "rank 1 sleeps"
@@ -296,7 +289,7 @@ def test_a_receive_that_is_refused_leases_nothing(
     assert len(reader.engine.flows.core.receives._free) == free
     assert [*reader.engine.receiver.requests.live] == ["taken"]
     seen = [*told]
-    all_general(monkeypatch)
+    leave_the_straight_way(monkeypatch)
     assert outcome(lambda: call(reader)) == said != "accepted"
     assert told == 2 * seen, "the other ranks of the instance are told"
 

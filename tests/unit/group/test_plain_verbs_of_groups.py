@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.general_way import forbid_the_general_way
+from tests.helpers.general_way import forbid_the_general_way, leave_the_straight_way
 from tests.helpers.layer_groups import GROUPS, Views, check_received, hybrid, views
 from tests.helpers.refusals import outcome
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
 from torchkv.engine.resident.flows import Flows
 from torchkv.engine.resident.plain_sends import PlainSends
 from torchkv.group.arguments import HeldLayers
-from torchkv.group.layer_groups import GroupedVerbs
 from torchkv.layout.layer_groups import base_name, group_of
 from torchkv.protocol.receiving.posts import Posts
 
@@ -97,11 +96,6 @@ class Run:
         return counts.outcomes, counts.bytes, counts.taken_back, [work.bytes for work in self.works]
 
 
-def general(patch: pytest.MonkeyPatch) -> None:
-    for verb in ("_send_plain", "_finish_plain"):
-        patch.setattr(GroupedVerbs, verb, lambda *_: None)
-
-
 @pytest.mark.parametrize("dst", [1, "d", None])
 @pytest.mark.parametrize("absent", [0, 3])
 @pytest.mark.parametrize(("prefix", "from_prompt"), [(0, False), (0, True), (HELD, False), (HELD, True)])
@@ -114,7 +108,7 @@ def test_it_leaves_behind_what_the_general_way_does(
             if plain:
                 forbid_the_general_way(one.writer, patch)
             else:
-                general(patch)
+                leave_the_straight_way(patch)
             verbs = ["send_layer", "send_slice", "send_pages"]
             for (group, layers), verb in zip(GROUPS.items(), verbs, strict=True):
                 # One list is enough where all layers are of one group; tensors and lists are as good as arrays.
@@ -221,7 +215,7 @@ def test_what_is_refused_begins_nowhere(
     free = len(core._free_ops)
     said = outcome(lambda: call(one.writer, one.source))
     assert len(core._free_ops) == free
-    general(monkeypatch)
+    leave_the_straight_way(monkeypatch)
     assert outcome(lambda: call(one.writer, one.source)) == said != "accepted"
 
 
@@ -240,7 +234,7 @@ def test_what_may_not_be_finished_is_not(call: Callable[[Rank], object], monkeyp
     one = Run()
     said = outcome(lambda: call(one.writer))
     with monkeypatch.context() as patch:
-        general(patch)
+        leave_the_straight_way(patch)
         assert outcome(lambda: call(one.writer)) == said != "accepted"
     for layers in GROUPS.values():
         one.send(layers[1])
@@ -255,5 +249,5 @@ def test_a_receiver_that_has_failed_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     assert one.cluster.run(lambda: one.works[-1].exception() is not None, limit=5)
     said = outcome(lambda: one.writer.send_slice("r", WINDOW[1], one.source, "d"))
     assert said.startswith("TransferCancelled")
-    general(monkeypatch)
+    leave_the_straight_way(monkeypatch)
     assert outcome(lambda: one.writer.send_slice("r", WINDOW[1], one.source, "d")) == said

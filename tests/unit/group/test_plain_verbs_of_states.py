@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.general_way import forbid_the_general_way
+from tests.helpers.general_way import forbid_the_general_way, leave_the_straight_way
 from tests.helpers.references.memory import page_bytes, slot_bytes
 from tests.helpers.refusals import outcome
 from tests.helpers.simulation.cluster import Cluster, Place
 from torchkv.engine.resident.plain_sends import PlainSends
 from torchkv.errors import ProtocolError
 from torchkv.group.arguments import HeldLayers
-from torchkv.group.layer_groups import GroupedVerbs
-from torchkv.group.plain_verbs import PlainVerbs
 from torchkv.layout.layout import KVLayout, State
 
 WRITER, READER = 0, 1
@@ -52,9 +50,7 @@ class Run:
         for storage in self.reader.cache.storages:
             storage.fill_(0x5A)
         if general:
-            for way in ("_send_plain", "_send_states_plain", "_finish_plain", "_recv_plain"):
-                for verbs in (PlainVerbs, GroupedVerbs):
-                    patch.setattr(verbs, way, lambda *_: None)
+            leave_the_straight_way(patch)
         elif not groups:
             forbid_the_general_way(self.reader, patch)
             if dst is not None:

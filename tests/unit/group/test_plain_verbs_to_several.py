@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.general_way import forbid_the_general_way
+from tests.helpers.general_way import forbid_the_general_way, leave_the_straight_way
 from tests.helpers.references.memory import page_bytes
 from tests.helpers.refusals import outcome
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
-from torchkv.group.plain_verbs import PlainVerbs
 from torchkv.layout.layout import KVLayout
 
 SENT, GRANTED = np.array([5, 6, 2]), [[3, 1, 9], [0, 8, 2]]
@@ -57,11 +56,6 @@ def granted(cluster: Cluster, *prefixes: int, dst: str | None = "d") -> Rank:
     first = np.array([*HELD, *SENT]) if any(prefixes) else SENT
     writer.send_slice("r", 0, first, dst, origin="prompt")
     return writer
-
-
-def all_general(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PlainVerbs, "_send_plain", lambda *_: None)
-    patch.setattr(PlainVerbs, "_finish_plain", lambda *_: None)
 
 
 def end(cluster: Cluster, dst: str | None) -> tuple[object, ...]:
@@ -113,7 +107,7 @@ def test_it_leaves_behind_what_the_general_way_does(
     plain = True
     straight = run()
     plain = False
-    all_general(monkeypatch)
+    leave_the_straight_way(monkeypatch)
     assert run() == straight
 
 
@@ -154,7 +148,7 @@ def test_unequal_prefixes_are_for_the_general_way(from_prompt: bool, monkeypatch
         return outcome(lambda: writer.send_slice("r", 1, [*HELD, *SENT], "d", **origin))
 
     said = call(granted(new_cluster(), 2 * PAGE_SIZE, PAGE_SIZE))
-    all_general(monkeypatch)
+    leave_the_straight_way(monkeypatch)
     assert call(granted(new_cluster(), 2 * PAGE_SIZE, PAGE_SIZE)) == said
     assert "accepted" not in said or from_prompt
 
@@ -179,7 +173,7 @@ def test_what_is_refused_begins_nowhere(call: Callable[[Rank], object], monkeypa
     free = len(core._free_ops)
     said = outcome(lambda: call(writer))
     assert len(core._free_ops) == free
-    all_general(monkeypatch)
+    leave_the_straight_way(monkeypatch)
     assert outcome(lambda: call(writer)) == said != "accepted"
 
 
@@ -207,5 +201,5 @@ def test_a_receiver_that_has_failed_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     said = outcome(lambda: writer.send_slice("r", 1, SENT, "d"))
     assert said.startswith("TransferCancelled")
     assert len(writer.engine.flows.core._free_ops) == free
-    all_general(monkeypatch)
+    leave_the_straight_way(monkeypatch)
     assert outcome(lambda: writer.send_slice("r", 1, SENT, "d")) == said
