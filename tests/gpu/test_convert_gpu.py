@@ -34,14 +34,19 @@ SMALL_RING = {"path": "staged", "staging_recv": 48 << 10, "staging_send": 0}
 
 
 @needs_gpus(1)
+@pytest.mark.parametrize("native", [True, False], ids=["native", "as on older GPUs"])
 @pytest.mark.parametrize("dtypes", PAIRS, ids=lambda pair: f"{pair[0]} to {pair[1]}")
-def test_every_number(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_every_number(dtypes: tuple[torch.dtype, torch.dtype], native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against PyTorch on the host and on the GPU, with scales whose quotients are denormal or nearly a tie, too."""
     # Imported here because they import Triton, which a machine without a GPU need not have.
-    from torchkv.kernels import copies
+    from torchkv.kernels import copies, launch
     from torchkv.layout.kernel_geometry import geometry
     from torchkv.layout.pair_plan import compile_plan
 
+    if native and torch.cuda.get_device_capability() < launch.NATIVE:
+        pytest.skip("needs a GPU that converts to fp8 itself")
+    if not native:
+        monkeypatch.setattr(launch, "NATIVE", (99, 0))
     source = numbers(dtypes[0])
     there, dim = source.cuda(), len(source)
     fields: dict[str, Any] = {"num_layers": 1, "num_kv_heads": 1, "head_dim": dim, "page_size": 1}

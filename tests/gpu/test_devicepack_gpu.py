@@ -9,7 +9,9 @@ import torch
 from tests.helpers.packing import Transfer, locate_byte, stage_for, transfers
 from tests.helpers.ranks.gpu_pair import needs_gpus
 from tests.helpers.references.page_transfer import differences, gqa
-from torchkv.kernels import copies
+from tests.helpers.tiles import ONE_STEP, STEPS, use_steps
+from torchkv.kernels import copies, launch
+from torchkv.kernels.launch import tickets_of
 from torchkv.layout.layout import KVLayout
 
 GUARD = 256  # bytes around a stage
@@ -64,9 +66,14 @@ def check_pieces(transfer: Transfer, parts: int) -> None:
 
 @needs_gpus(1)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("blocks", "parts", "num_tokens"), [(1, 1, 11), (16, 3, 75), (132, 2, 150)])
-def test_every_byte(family: str, blocks: int, parts: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("blocks", "parts", "num_tokens", "side_by_side"), [(1, 1, 11, STEPS), (16, 3, 75, STEPS), (132, 2, 150, ONE_STEP)]
+)
+def test_every_byte(
+    family: str, blocks: int, parts: int, num_tokens: int, side_by_side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writers, reader, gap = FAMILIES[family]
+    use_steps(monkeypatch, side_by_side)
     made, expected = transfers(writers, reader, gap, monkeypatch, num_tokens=num_tokens, device="cuda:0")
     for transfer in made:
         transfer.blocks = blocks
@@ -130,6 +137,7 @@ def test_nothing_synchronises_or_allocates(monkeypatch: pytest.MonkeyPatch) -> N
     for packer in (transfer.sender, transfer.receiver):
         for variant in packer.kernels_for(checksum=True):
             variant.load()
+    tickets_of(torch.cuda.current_stream())
     src, dst = transfer.ids(piece), torch.tensor(transfer.dst_pages, device="cuda:0")
     sent, received = (transfer.args(piece, layout, ids, stage, blocks=16) for ids in (src, dst))
     torch.cuda.synchronize()
@@ -144,3 +152,30 @@ def test_nothing_synchronises_or_allocates(monkeypatch: pytest.MonkeyPatch) -> N
     torch.cuda.synchronize()
     assert transfer.first_mismatch(piece) is None
     assert differences(transfer.target.now(), expected) == 0
+
+
+@needs_gpus(1)
+def test_kernels_on_two_streams_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stream has tickets of its own, which every kernel leaves for the next one."""
+    writers, reader, gap = FAMILIES["pairs of 64 KiB"]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    made, expected = [], []
+    for _ in streams:
+        (transfer,), bytes_of_it = transfers(writers, reader, gap, monkeypatch, num_tokens=4096, device="cuda:0")
+        made.append(transfer)
+        expected.append(bytes_of_it)
+    stages = []
+    for transfer in made:
+        ((piece, layout),) = transfer.pieces(1)
+        stages.append((piece, layout, guarded(layout.nbytes)[1]))
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for transfer, stream, stage in zip(made, streams, stages, strict=True):
+            with torch.cuda.stream(stream):
+                transfer.fill(*stage)
+                transfer.empty(*stage)
+    torch.cuda.synchronize()
+    assert tickets_of(streams[0]) != tickets_of(streams[1])
+    assert [words.tolist() for words in launch._tickets.values()] == [[0, 0]] * len(launch._tickets)
+    for transfer, bytes_of_it in zip(made, expected, strict=True):
+        assert differences(transfer.target.now(), bytes_of_it) == 0

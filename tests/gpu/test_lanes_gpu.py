@@ -15,7 +15,7 @@ import torch
 from tests.helpers.harness import Ranks
 from tests.helpers.ranks.gpu_pair import needs_gpus
 from tests.helpers.ranks.lane_transfer import Case, Report, check_reports, transfer
-from tests.helpers.ranks.layout_cases import CASES, case, gqa, tp
+from tests.helpers.ranks.layout_cases import CASES, case, gqa, mla, tp
 from torchkv.errors import TransportUnavailable
 from torchkv.transport import load_transport
 
@@ -42,6 +42,7 @@ NVSHMEM_VIEW = Lane("nvshmem-view", ("view",), adopted=False, options=(("transpo
 NVSHMEM_PUT = Lane("nvshmem-put", ("nvshmem/",), adopted=False, options=(("transport", "nvshmem"), ("path", "slices")))
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn, "uint8": torch.uint8}
+WIDE, MLA = {"num_kv_heads": 8, "head_dim": 128}, {"latent_dim": 512, "rope_dim": 64}
 GPU_CASES = [
     *CASES,
     *(case(f"1to1-{name}", tp(gqa, (0,), dtype=dtype), tp(gqa, (2,), dtype=dtype)) for name, dtype in DTYPES.items()),
@@ -49,14 +50,11 @@ GPU_CASES = [
         case(f"2to2-HND-{name}", tp(gqa, (0, 1), dtype=dtype), tp(gqa, (2, 3), dtype=dtype, order="HND"), chunks=2)
         for name, dtype in DTYPES.items()
     ),
-    # Of the size of real models: wide runs, several tiles a page.
-    case(
-        "2to1-wide",
-        tp(gqa, (0, 1), num_kv_heads=8, head_dim=128),
-        tp(gqa, (2,), num_kv_heads=8, head_dim=128),
-        tokens=400,
-        verb="send_slice",
-    ),
+    # Of the size of real models: wide runs, whose pages are copied in several steps.
+    case("2to1-wide", tp(gqa, (0, 1), **WIDE), tp(gqa, (2,), **WIDE), tokens=400, verb="send_slice"),
+    case("1to2-wide-NHDtoHND", tp(gqa, (0,), **WIDE), tp(gqa, (2, 3), order="HND", **WIDE), tokens=400, chunks=2),
+    case("64to16-wide", tp(gqa, (0, 1), page_size=64, **WIDE), tp(gqa, (2,), **WIDE), tokens=400),
+    case("mla-striped-wide", tp(mla, (0, 1), **MLA), tp(mla, (2,), page_size=64, **MLA), tokens=400, chunks=2),
 ]
 
 

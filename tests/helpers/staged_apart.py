@@ -11,7 +11,7 @@ import torch
 from torchkv_loopback import Faults, World
 
 from tests.helpers.apart import LAYERS, PAGES, TAGS, Apart
-from tests.helpers.fakes.loop_gpu import LoopGpu, fake_kernels
+from tests.helpers.fakes.loop_gpu import TICKETS, LoopGpu, fake_kernels
 from tests.helpers.fakes.native_network import NativeNetwork, NetworkTransport
 from torchkv.bench.scale.loops import PAGE, TOKENS
 from torchkv.core.core import Core
@@ -93,7 +93,7 @@ class StagedApart(Apart):
         )
         plan: Any = SimpleNamespace(layers=layers)
         with fake_kernels():
-            return PackTable(plan, launcher, device=torch.device("cpu"), errors=0, blocks=4)
+            return PackTable(plan, launcher, device=torch.device("cpu"), errors=0, tickets=TICKETS, blocks=4)
 
     def step(self) -> None:
         super().step()

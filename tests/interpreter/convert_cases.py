@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,11 +18,12 @@ from tests.helpers.exact_fma import exact_fma
 from tests.helpers.kernel_converting import direct_by_kernel, staged_by_kernels
 from tests.helpers.references import page_transfer
 from tests.helpers.references.page_transfer import Pool, differences, gqa, reference
+from tests.helpers.tiles import use_tiles
 from tests.interpreter.page_copy_cases import BF16, FAMILIES
 from torchkv import ProtocolError, TransportUnavailable, convert
 from torchkv.kernels import copies
-from torchkv.kernels import launch as kernel_launch
 from torchkv.kernels.launch import Tile
+from torchkv.kernels.page_convert import normal, over
 from torchkv.layout.conversion import check_scales
 from torchkv.layout.layout import KVLayout
 
@@ -37,8 +40,7 @@ QUANTIZE = (torch.bfloat16, torch.float8_e4m3fn)
 
 @pytest.fixture(autouse=True)
 def _tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_launch, "CONVERT_TILE", Tile(128, 4, 0))
-    monkeypatch.setattr(kernel_launch, "TILE", Tile(512, 4, 0))
+    use_tiles(monkeypatch, copy=Tile(512, 4), convert=Tile(128, 4))
     monkeypatch.setattr(page_transfer, "GAP", 16)
 
 
@@ -98,17 +100,35 @@ def whole(dtypes: tuple[torch.dtype, torch.dtype], scale: float) -> tuple[torch.
 @pytest.mark.parametrize("dtypes", PAIRS)
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_number(dtypes: tuple[torch.dtype, torch.dtype], scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_launch, "CONVERT_TILE", Tile(4096, 4, 0))
+    use_tiles(monkeypatch, copy=Tile(512, 4), convert=Tile(4096, 4))
     src, got = whole(dtypes, scale)
     assert same(got, convert(src, dtypes[1], scale))
 
 
 @pytest.mark.parametrize("src", [torch.bfloat16, torch.float16])
 def test_quotients_next_to_where_fp8_rounds(src: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_launch, "CONVERT_TILE", Tile(4096, 4, 0))
+    use_tiles(monkeypatch, copy=Tile(512, 4), convert=Tile(4096, 4))
     for scale in close_calls(src, 30):
         source, got = whole((src, torch.float8_e4m3fn), scale)
         assert same(got, convert(source, torch.float8_e4m3fn, scale)), f"scale {scale!r}"
+
+
+@triton.jit
+def quotients(numbers: Any, found: Any, scale: Any, COUNT: tl.constexpr) -> None:
+    at = tl.arange(0, COUNT)
+    power, divisor = normal(tl.zeros([COUNT], tl.float32) + tl.load(scale))
+    tl.store(found + at, over(tl.load(numbers + at), power, divisor, tl.div_rn(1.0, divisor)))
+
+
+@pytest.mark.parametrize("src", [torch.bfloat16, torch.float16])
+def test_quotients_with_a_sign(src: torch.dtype) -> None:
+    """What GPUs round to fp8 that convert natively: zeros keep their sign, and NaN stays NaN."""
+    given = numbers(src)
+    found = torch.zeros(len(given), dtype=torch.float32)
+    for scale in [*SCALES, *close_calls(src, 10)]:
+        quotients[(1,)](given.float(), found, torch.tensor([scale]), len(given))
+        rounded = found.clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert same(rounded, convert(given, torch.float8_e4m3fn, scale)), f"scale {scale!r}"
 
 
 def test_a_bad_page_is_reported_and_nothing_is_written_for_it() -> None:

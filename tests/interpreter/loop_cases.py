@@ -1,7 +1,7 @@
 """The resident loop whose simulated GPU runs the kernels themselves, in Triton's interpreter: test_loop.py starts it.
 
 Elsewhere `tests.helpers.fakes.loop_gpu` does what the parameters of a launch say. Here the loop's launches meet the
-kernels: parameters, page ids and stages are those that the loop has written.
+kernels: parameters, page ids, tickets and stages are those that the loop has written.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
 from tests.helpers.exact_fma import exact_fma
 from tests.helpers.fakes import loop_gpu
 from tests.helpers.simulation.campaigns import run
+from tests.helpers.tiles import use_tiles
 from tests.interpreter.convert_cases import pytestmark
-from torchkv.kernels import launch
 from torchkv.kernels.launch import Tile
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "not in the interpreter: run test_loop.py, which starts it"
@@ -25,24 +26,25 @@ __all__ = ["exact_fma", "pytestmark"]  # which all tests use
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
-    """How many launches there were, by the kernel's name and its mode."""
-    found: Counter[tuple[str, int]] = Counter()
-    errors = ctypes.c_int64()
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, int, int]]]:
+    """How many launches there were, by the kernel's name, its mode and its number of steps."""
+    found: Counter[tuple[str, int, int]] = Counter()
+    tickets, errors = (ctypes.c_int32 * 2)(), ctypes.c_int64()
 
     def interpreted(block: bytes, function: int, blocks: int, bad_ids: list[int]) -> None:
         kernel, given = loop_gpu.launched(block, function)
-        assert given["errors"] == 0
-        given["errors"] = ctypes.addressof(errors)  # the interpreter takes small integers for int32, and no pointer
+        assert (given["tickets"], given["errors"]) == (ctypes.addressof(tickets), 0)
+        given["errors"] = ctypes.addressof(errors)
         kernel.kernel[(blocks,)](*given.values(), *kernel.constants)
-        assert errors.value == 0
+        assert (list(tickets), errors.value) == ([0, 0], 0)
         constants = dict(zip(kernel.kernel.arg_names[len(given) :], kernel.constants, strict=True))
-        found[kernel.kernel.fn.__name__, constants["MODE"]] += 1
+        found[kernel.kernel.fn.__name__, constants["MODE"], constants["STEPS"]] += 1
 
-    monkeypatch.setattr(launch, "TILE", Tile(256, 1, 256))
-    monkeypatch.setattr(launch, "CONVERT_TILE", Tile(128, 1, 0))
+    use_tiles(monkeypatch, copy=Tile(64, 1))
     monkeypatch.setattr(loop_gpu, "run_kernel", interpreted)
-    return found
+    monkeypatch.setattr(loop_gpu, "TICKETS", ctypes.addressof(tickets))
+    yield found
+    assert {steps for _, _, steps in found} > {1}, "everything was copied in one step"
 
 
 @pytest.mark.parametrize(
@@ -57,10 +59,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     ids=["pages", "staged", "converted", "converted and staged", "states"],
 )
 def test_nothing_breaks(
-    campaign: str, seeds: range, kernel: str, modes: set[int], launches: Counter[tuple[str, int]]
+    campaign: str, seeds: range, kernel: str, modes: set[int], launches: Counter[tuple[str, int, int]]
 ) -> None:
     """Every call ends, and every byte of what was received is right."""
     tally = run(campaign, seeds)
     assert not tally.violations
     assert tally.succeeded > 0
-    assert {mode for name, mode in launches if name == kernel} >= modes
+    assert {mode for name, mode, _ in launches if name == kernel} >= modes

@@ -17,11 +17,11 @@ from tests.helpers.references import page_transfer
 from tests.helpers.references.checksum import checksum_reference
 from tests.helpers.references.page_copy import gather_reference, scatter_reference
 from tests.helpers.references.page_transfer import differences, gqa
+from tests.helpers.tiles import use_tiles
 from tests.interpreter.page_copy_cases import BF16, CANARY, FAMILIES, Case, aligned, cases, mla
 from torchkv.errors import ProtocolError
 from torchkv.kernels import checksum as checksum_kernel
 from torchkv.kernels import checksum_launch, copies
-from torchkv.kernels import launch as kernel_launch
 from torchkv.kernels.checksum_launch import SumAddresses, SumTile
 from torchkv.kernels.launch import Tile
 from torchkv.layout import kernel_geometry
@@ -40,7 +40,7 @@ SMALL_SUMS, LARGE_SUMS = SumTile(128, 32, 1), SumTile(1024, 64, 4)
 
 @pytest.fixture(autouse=True)
 def _tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_launch, "TILE", Tile(1024, 4, 0))
+    use_tiles(monkeypatch, copy=Tile(1024, 4))
     monkeypatch.setattr(checksum_launch, "TILE", LARGE_SUMS)
 
 

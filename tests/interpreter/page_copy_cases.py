@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from tests.helpers.references import page_transfer
 from tests.helpers.references.page_copy import copy_pages_reference, gather_reference, scatter_reference
 from tests.helpers.references.page_transfer import Pool, differences, gqa, planned, reference
 from tests.helpers.references.state import compare as compare_state
+from tests.helpers.tiles import ONE_STEP, STEPS, use_tiles
 from torchkv.arrays import Int64Array
 from torchkv.errors import ProtocolError
 from torchkv.kernels import copies
@@ -30,14 +32,14 @@ from torchkv.layout.stage_format import MemorySpan
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "not in the interpreter: run test_page_copy.py, which starts it"
 
-# With and without the table of rows. A tile costs the interpreter 50 ms, whatever its size. Small: to use several.
-WORD_BY_WORD, BY_ROWS = Tile(512, 4, 0), Tile(512, 4, 512)
-SMALL = {"words": Tile(128, 1, 0), "rows": Tile(128, 1, 128)}
+# A tile costs the interpreter 50 ms, whatever its size. Small: to use several.
+LARGE, SMALL = Tile(512, 4), Tile(128, 1)
+WAYS = {"one step": ONE_STEP, "steps": STEPS}
 CANARY = 64  # bytes around every pool
 
 
-def kernel_send(seen: set[int], sabotage: Callable[[Geometry], Geometry], tile: Tile | None) -> Callable[..., None]:
-    """Replaces `page_transfer._send` by the kernel, or without ``tile`` by the reference. seen: collects widths."""
+def kernel_send(seen: set[int], sabotage: Callable[[Geometry], Geometry], by_kernel: bool) -> Callable[..., None]:
+    """Replaces `page_transfer._send` by the kernel, or by the reference. seen: collects widths."""
 
     def send(
         plan: PairPlan,
@@ -69,7 +71,7 @@ def kernel_send(seen: set[int], sabotage: Callable[[Geometry], Geometry], tile: 
         for true_geometry, jobs in groups.items():
             seen.add(true_geometry.unit)
             geometry = sabotage(true_geometry)
-            if tile is not None:
+            if by_kernel:
                 addresses = [(src.ctypes.data, dst.ctypes.data) for src, dst in jobs]
                 run_kernel(geometry, addresses, src_ids, dst_ids, start, limit, staged=factored)
                 continue
@@ -143,10 +145,10 @@ def wrong_bytes(
     assert differences(target, expected) > 0, "the poison is not what is expected"
     found = []
     two_calls = max(1, 8 // next(iter(writers.values())).page_size)  # pages of the first
-    ways = (False, None, None), (False, two_calls, BY_ROWS), (True, None, WORD_BY_WORD)
-    for factored, chunk, tile in ways:
-        monkeypatch.setattr(kernel_launch, "TILE", tile)
-        monkeypatch.setattr(page_transfer, "_send", kernel_send(seen, sabotage, tile))
+    ways = (False, None, None), (False, two_calls, STEPS), (True, None, STEPS), (True, two_calls, ONE_STEP)
+    for factored, chunk, side_by_side in ways:
+        use_tiles(monkeypatch, copy=LARGE, side_by_side=side_by_side or ONE_STEP)
+        monkeypatch.setattr(page_transfer, "_send", kernel_send(seen, sabotage, by_kernel=side_by_side is not None))
         got, _ = planned(sources, pages, target, dst_pages, factored=factored, chunk=chunk)
         found.append(differences(got, expected))
     assert seen == {unit}
@@ -203,7 +205,7 @@ FAMILIES: dict[str, tuple[dict[int, KVLayout], KVLayout, int]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_byte_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     writers, reader, unit = FAMILIES[family]
-    assert wrong_bytes(writers, reader, unit, monkeypatch) == [0, 0, 0]
+    assert wrong_bytes(writers, reader, unit, monkeypatch) == [0, 0, 0, 0]
 
 
 SABOTAGE: dict[str, Callable[[Geometry], Geometry]] = {
@@ -244,8 +246,8 @@ def wrong_state(
     """The numbers of wrong bytes, direct and through a stage, where ``src`` ranks send to the last of ``dst`` ranks."""
     seen: set[int] = set()
     monkeypatch.setattr(page_transfer, "GAP", 16)
-    monkeypatch.setattr(kernel_launch, "TILE", BY_ROWS)
-    monkeypatch.setattr(page_transfer, "_send", kernel_send(seen, sabotage, BY_ROWS))
+    use_tiles(monkeypatch, copy=LARGE)
+    monkeypatch.setattr(page_transfer, "_send", kernel_send(seen, sabotage, by_kernel=True))
     writers = {rank: recurrent(rank, src, state) for rank in range(src)}
     wrong, _ = compare_state(writers, recurrent(dst - 1, dst, state), rng=np.random.default_rng())
     assert seen
@@ -326,7 +328,7 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     unit = draw(st.sampled_from([1, 2, 4, 8, 16]))
     small, gaps = st.integers(1, 2), st.integers(0, 2)
-    n0, n1, tokens = draw(small), draw(small), draw(small)
+    n0, n1, tokens = draw(small), draw(st.sampled_from([1, 2, 3, 4, 8])), draw(small)
     run = unit * draw(st.one_of(st.integers(1, 5), st.integers(20, 50)))
     strides, sides = [], []
     per_page = draw(st.sampled_from([(1, 1), (1, 3), (2, 1)]))
@@ -371,11 +373,11 @@ FEW = settings(
 )
 
 
-@pytest.mark.parametrize("tile", SMALL)
+@pytest.mark.parametrize("way", WAYS)
 @FEW
 @given(case=cases(), blocks=st.integers(1, 5))
-def test_direct_copies_are_the_reference(case: Case, tile: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_launch, "TILE", SMALL[tile])
+def test_direct_copies_are_the_reference(case: Case, way: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tiles(monkeypatch, copy=SMALL, side_by_side=WAYS[way])
     pools, errors = case.pools(), copies.error_words()
     src, dst = torch.tensor(case.src_ids), torch.tensor(case.dst_ids)
     where = {"start": case.start, "limit_tokens": case.limit}
@@ -385,11 +387,11 @@ def test_direct_copies_are_the_reference(case: Case, tile: str, blocks: int, mon
     assert copies.first_error(errors) in (bad or {None})
 
 
-@pytest.mark.parametrize("tile", SMALL)
+@pytest.mark.parametrize("way", WAYS)
 @FEW
 @given(case=cases(), blocks=st.integers(1, 5))
-def test_stages_are_the_reference(case: Case, tile: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_launch, "TILE", SMALL[tile])
+def test_stages_are_the_reference(case: Case, way: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tiles(monkeypatch, copy=SMALL, side_by_side=WAYS[way])
     pools = case.pools()
     src, dst = torch.tensor(case.src_ids), torch.tensor(case.dst_ids)
     where = {"start": case.start, "limit_tokens": case.limit}
@@ -417,10 +419,10 @@ def plain(*, num_pages: int = 6, run: int = 48, alignment: int = 16) -> Case:
     return Case(geometry, src, dst, 0, num_pages, 2)
 
 
-@pytest.mark.parametrize("tile", SMALL)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("side", "page"), [("source", 6), ("source", -(1 << 40)), ("destination", 1 << 40)])
-def test_a_bad_page_is_left_out_and_named(side: str, page: int, tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_launch, "TILE", SMALL[tile])
+def test_a_bad_page_is_left_out_and_named(side: str, page: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tiles(monkeypatch, copy=SMALL, side_by_side=WAYS[way])
     case = plain()
     position = 3
     (case.src_ids if side == "source" else case.dst_ids)[position] = page
@@ -431,6 +433,19 @@ def test_a_bad_page_is_left_out_and_named(side: str, page: int, tile: str, monke
     pools.check()
     clipped = min(max(page, -(1 << 31)), (1 << 31) - 1)
     assert copies.first_error(errors) == (side, position, clipped)
+
+
+def test_every_kernel_leaves_tickets_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tiles(monkeypatch, copy=SMALL)
+    tickets = (ctypes.c_int32 * 2).from_address(kernel_launch.tickets_of(None))
+    for blocks in (1, 4, 100):  # one draws all tiles, each draws several, or none
+        case = plain(num_pages=64)
+        pools, errors = case.pools(), copies.error_words()
+        src, dst = torch.tensor(case.src_ids), torch.tensor(case.dst_ids)
+        copy_pages_reference(pools.sources, pools.want, src, dst, case.geometry, start=0, limit_tokens=64)
+        copies.copy_pages(case.jobs(pools, errors, blocks=blocks), src, dst)
+        pools.check()
+        assert list(tickets) == [0, 0]
 
 
 def test_only_the_jobs_asked_for() -> None:

@@ -89,7 +89,7 @@ class SideStreams:
     """The side streams of one group on one GPU, not ordered with the default stream. Belongs to the progress thread.
 
     outgoing, incoming: for work that waits for nothing. gated: `num_waiting_streams` streams for transfers whose pages
-    are not ready yet.
+    are not ready yet. every: all of these.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -97,4 +97,6 @@ class SideStreams:
             return [torch.cuda.Stream(device, priority=PRIORITY) for _ in range(count)]
 
         self.outgoing, self.incoming = streams(2)
-        self.gated = StreamPool(streams(num_waiting_streams()))
+        waiting = streams(num_waiting_streams())
+        self.gated = StreamPool(waiting)
+        self.every = self.outgoing, self.incoming, *waiting

@@ -74,7 +74,10 @@ class GpuKernels:
             return None
         from torchkv.transfer.launch_table import LaunchTable  # imports Triton, as in `_table`
 
-        return LaunchTable(table, first=first, device=self._gpu.device, errors=self.errors, blocks=self._gpu.blocks)
+        gpu = self._gpu
+        return LaunchTable(
+            table, first=first, device=gpu.device, errors=self.errors, tickets=gpu.loop_tickets, blocks=gpu.blocks
+        )
 
     def packs(self, plan: PairPlan, scales: Scales, *, sending: bool) -> PackTable | None:
         launcher = None if self._packer is None else self._packer.loaded(plan, scales, sending=sending)
@@ -82,7 +85,10 @@ class GpuKernels:
             return None
         from torchkv.staging.pack_table import PackTable  # imports Triton, as in `_table`
 
-        return PackTable(plan, launcher, device=self._gpu.device, errors=self.errors, blocks=self._gpu.blocks)
+        gpu = self._gpu
+        return PackTable(
+            plan, launcher, device=gpu.device, errors=self.errors, tickets=gpu.loop_tickets, blocks=gpu.blocks
+        )
 
     def gate(self, event: object | None) -> Gate | None:
         return gate_of(event)

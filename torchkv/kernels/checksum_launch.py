@@ -11,7 +11,7 @@ from torchkv.errors import ProtocolError
 from torchkv.host import checksum
 from torchkv.kernels import checksum as checksum_kernel
 from torchkv.kernels.compiled import CompiledKernel
-from torchkv.kernels.launch import divisor, kernel_params
+from torchkv.kernels.launch import divisor, has_parts, row_counts
 from torchkv.layout.kernel_geometry import Geometry
 
 __all__ = ["SumAddresses", "launch_sums", "sum_kernel"]
@@ -25,7 +25,7 @@ class SumTile(NamedTuple):
     warps: int
 
 
-# As many words as in a tile of the copy kernel. One column per thread, which computes the column's keys once.
+# One column per thread, which computes the column's keys once.
 TILE = SumTile(2048, 256, 8)
 
 MAX_ITEMS = 1 << 30  # sums of one launch: with one tile more they still count in 32 bits
@@ -57,15 +57,15 @@ class _SumParams(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _sum_params(geometry: Geometry, mode: int) -> _SumParams:
-    params = kernel_params(geometry)
-    _, s0, d0, n1, s1, d1, _ = geometry.rows
+    _, s0, d0, n1, s1, d1, run = geometry.rows
+    per_row = run // geometry.unit
     side = geometry.src if mode == checksum_kernel.WRITE else geometry.dst
     stripe = geometry.stripe
     seed = checksum.seed(geometry.pair_nbytes)
     integers = (
-        params.words_per_pair,
-        params.words_per_row,
-        *divisor(params.words_per_row),
+        geometry.rows.per_pair * per_row,
+        per_row,
+        *divisor(per_row),
         n1,
         *divisor(n1),
         *((s0, s1) if mode == checksum_kernel.WRITE else (d0, d1)),
@@ -83,9 +83,9 @@ def _sum_params(geometry: Geometry, mode: int) -> _SumParams:
 
 
 def _constants(geometry: Geometry, mode: int) -> tuple[int, ...]:
-    params, tile = kernel_params(geometry), TILE
-    columns = min(max(triton.next_power_of_2(params.words_per_pair), 32), tile.columns)
-    return mode, params.unit, params.rows, int(params.parts), tile.words // columns, columns
+    unit, rows = geometry.unit, row_counts(geometry.rows.n0, geometry.rows.n1)
+    columns = min(max(triton.next_power_of_2(geometry.pair_nbytes // unit), 32), TILE.columns)
+    return mode, unit, rows, int(has_parts(geometry)), TILE.words // columns, columns
 
 
 def launch_sums(

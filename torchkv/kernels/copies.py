@@ -22,7 +22,7 @@ import torch
 from torchkv.arrays import Float32Array
 from torchkv.errors import ProtocolError
 from torchkv.kernels import page_copy
-from torchkv.kernels.launch import Addresses, convert_params, kernel_params, launch, launch_convert
+from torchkv.kernels.launch import Addresses, kernel_params, launch, tickets_of
 from torchkv.layout.kernel_geometry import BadPage, Geometry
 from torchkv.layout.stage_format import MemorySpan
 
@@ -185,12 +185,9 @@ def scatter(jobs: CopyJobs, stage: MemorySpan, dst_pages: torch.Tensor, *, num_s
 
 
 def _launch(mode: int, jobs: CopyJobs, addresses: Addresses, ranks: range) -> None:
-    geometry, num_jobs, start = jobs.geometry, jobs.num_jobs, jobs.start
-    if geometry.conversion is not None:
-        where = addresses._replace(scales=jobs.scales_address())
-        launch_convert(mode, geometry, where, num_jobs=num_jobs, ranks=ranks, start=start, blocks=jobs.blocks)
-    else:
-        launch(mode, geometry, addresses, num_jobs=num_jobs, ranks=ranks, start=start, blocks=jobs.blocks)
+    stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+    where = addresses._replace(tickets=tickets_of(stream), scales=jobs.scales_address())
+    launch(mode, jobs.geometry, where, num_jobs=jobs.num_jobs, ranks=ranks, start=jobs.start, blocks=jobs.blocks)
 
 
 def _check_ids(name: str, ids: torch.Tensor) -> None:
@@ -208,16 +205,9 @@ def _check_grant(jobs: CopyJobs, dst_pages: torch.Tensor) -> None:
 
 
 def _check_stage(mode: int, jobs: CopyJobs, stage: MemorySpan, pairs_per_job: int) -> None:
-    pairs = jobs.num_jobs * pairs_per_job
-    if jobs.geometry.conversion is None:
-        params = kernel_params(jobs.geometry)
-        pair_nbytes, unit = params.pair_nbytes, params.unit
-    else:
-        converting = convert_params(jobs.geometry)
-        pair_nbytes = converting.stage_nbytes(mode)
-        unit = pair_nbytes // converting.words_per_pair
-    need = pairs * pair_nbytes
+    pairs, params = jobs.num_jobs * pairs_per_job, kernel_params(jobs.geometry, mode)
+    need = pairs * params.pair_nbytes
     if stage.nbytes < need:
         raise ProtocolError(f"a stage of {stage.nbytes} bytes for {pairs} page pairs, which take {need}")
-    if stage.ptr % unit:
-        raise ProtocolError(f"a stage for this geometry must be aligned to {unit} bytes, not at {stage.ptr:#x}")
+    if stage.ptr % params.unit:
+        raise ProtocolError(f"a stage for this geometry must be aligned to {params.unit} bytes, not at {stage.ptr:#x}")

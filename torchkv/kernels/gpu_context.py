@@ -18,6 +18,7 @@ from torchkv.cuda.side_streams import SideStreams, StreamClaim, enough_queues
 from torchkv.cuda.sync_words import StreamCompletion, SyncWords
 from torchkv.errors import KVError, TransportUnavailable
 from torchkv.kernels import copies
+from torchkv.kernels.launch import tickets_of
 
 __all__ = ["GpuContext", "check_alive", "launching"]
 
@@ -53,8 +54,7 @@ class GpuContext:
     """One rank's GPU, as its progress thread uses it. Other threads use only ``sync_words``, ``index``, `record_gate`.
 
     blocks: the largest number of thread blocks of a copy kernel (``Options.sm_budget``).
-    outgoing, incoming: streams that are never blocked, see `SideStreams`. The resident loop copies on ``incoming`` too:
-    a rank that sends seldom unpacks, and one more stream would take a hardware queue.
+    outgoing, incoming: streams that are never blocked, see `SideStreams`.
     completions: those that the progress thread polls. copy_completions: those of them behind copies that can run now;
     for their sake the thread spins instead of sleeping.
     """
@@ -70,6 +70,8 @@ class GpuContext:
         self.copy_completions: set[StreamCompletion] = set()
         self._streams = SideStreams(device)
         self.outgoing, self.incoming = self._streams.outgoing, self._streams.incoming
+        for stream in self._streams.every:
+            tickets_of(stream)  # made here, because that waits for the GPU
         # How many copy kernels may overlap. One, so that they never exceed the budget of blocks.
         # Two where the budget is the whole GPU: the next kernel may begin while the last blocks of the one before end.
         overlapping = 2 if blocks >= torch.cuda.get_device_properties(device).multi_processor_count else 1
@@ -110,6 +112,19 @@ class GpuContext:
     def try_record_gate(self) -> RecordedEvent | None:
         """As `record_gate`, and quicker. None where that, or `graph_gate.refuse_capture`, has to look closer."""
         return None if self.sync_words.holding else graph_gate.try_record_gate(self.index)
+
+    @property
+    def loop_stream(self) -> torch.cuda.Stream:
+        """On which the resident loop copies.
+
+        It is ``incoming``: a rank that sends seldom unpacks, and one more stream would take a hardware queue.
+        """
+        return self.incoming
+
+    @property
+    def loop_tickets(self) -> int:
+        """The tickets of kernels on ``loop_stream``: see `tickets_of`."""
+        return tickets_of(self.loop_stream)
 
     @property
     def unblocked_stream(self) -> torch.cuda.Stream:

@@ -1,52 +1,53 @@
-"""Launches of the page-copy kernel: its arguments, its tile sizes, and which compiled kernels a geometry needs.
+"""Launches of the kernels that copy and convert pages: their arguments, their tiles, and which one a geometry needs.
 
 `torchkv.kernels.copies` checks what callers pass. This module turns checked arguments into the integers and constants
-of `torchkv.kernels.page_copy.copy`.
+of `torchkv.kernels.page_copy.copy`, or of `torchkv.kernels.page_convert.convert`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
+
+import torch
 
 from torchkv.host.convert_loops import KINDS
 from torchkv.kernels import page_convert, page_copy
 from torchkv.kernels.compiled import CompiledKernel
+from torchkv.kernels.steps import Steps, steps_of
 from torchkv.layout.kernel_geometry import Geometry, PageAddressing
 
 __all__ = [
     "Addresses",
-    "ConvertParams",
-    "convert_params",
+    "KernelParams",
     "divisor",
+    "has_parts",
+    "kernel_for",
     "kernel_params",
-    "kernels_for",
     "launch",
-    "launch_convert",
+    "row_counts",
+    "tickets_of",
 ]
 
 
 class Tile(NamedTuple):
-    """How much a block copies at once.
-
-    words: of a tile. warps: of a block. table: if a tile touches at most this many rows, their addresses are computed
-    once per row and looked up per word. With ``table=0`` they are computed per word, which takes twice the
-    instructions.
-    """
+    """How much a block copies at once. words: of a tile, in all steps. warps: of a block."""
 
     words: int
     warps: int
-    table: int
 
 
-# The best of some thirty tiles measured between two H200 (docs/measurements), for one layer as for eighty: 16 such
-# blocks fill nine tenths of the link, and 32 KiB per tile are few enough for all blocks to end at about the same time.
-TILE = Tile(2048, 8, 256)
+# Of some fifty tiles measured between two H200 (docs/measurements/2026-11-27-gpu.md): 16 such blocks fill the link as
+# 132 do, and 8 of them nine tenths of it. 64 KiB are few enough for all blocks to end at about the same time.
+TILE = Tile(4096, 16)
+# Conversions compute more, and take more registers: their threads take fewer steps, so that a block has no more of them
+# than one that copies.
+CONVERT_TILE = Tile(2048, 16)
+CONVERT_STEPS = 4
 
-# The fastest of six whose blocks take no more registers of a multiprocessor than those of `TILE`, which have to fit
-# beside a model's kernels (docs/measurements/2026-11-27-gpu.md).
-CONVERT_TILE = Tile(1024, 16, 0)
+NATIVE = (8, 9)  # the compute capability since which GPUs convert all dtypes themselves
 
 MAX_WORDS = (1 << 31) - 1 - (1 << 16)  # of one job in one launch: with one tile more it is still an int32
 
@@ -54,8 +55,9 @@ MAX_WORDS = (1 << 31) - 1 - (1 << 16)  # of one job in one launch: with one tile
 class Addresses(NamedTuple):
     """Device addresses of one launch; 0 for those that its mode does not use.
 
-    jobs: the first row of the job table. src_ids, dst_ids: page ids. stage: the packed bytes.
-    errors: see `torchkv.kernels.copies.error_words`. scales: of the first job, see `torchkv.kernels.page_convert`.
+    jobs: the first row of the job table. src_ids, dst_ids: page ids. stage: the packed bytes. errors: see
+    `torchkv.kernels.copies.error_words`. tickets: those of the current stream. scales: of the first job, see
+    `torchkv.kernels.page_convert`.
     """
 
     jobs: int
@@ -63,59 +65,125 @@ class Addresses(NamedTuple):
     dst_ids: int
     stage: int
     errors: int
+    tickets: int = 0
     scales: int = 0
 
 
 class KernelParams(NamedTuple):
     """What a geometry contributes to a launch.
 
-    unit: bytes of a word. rows: how many of a pair's two row counts exceed 1. parts: whether pairs are striped or
-    smaller than a page. integers: the kernel's runtime arguments from ``words_per_pair`` on.
+    constants: of its kernel. words_per_pair: of one step. tile: words of one step that a block copies at once.
+    unit: bytes of a word in a stage, or where no stage is used, in the receiver's pages. pair_nbytes: of a pair, there.
+    integers: the kernel's runtime arguments from ``words_per_pair`` on.
     """
 
-    unit: int
-    rows: int
-    parts: bool
+    constants: tuple[int, ...]
     words_per_pair: int
-    words_per_row: int
+    tile: int
+    unit: int
     pair_nbytes: int
     integers: tuple[int, ...]
 
 
 @lru_cache(maxsize=1024)
-def kernel_params(geometry: Geometry) -> KernelParams:
-    """The kernel's arguments for ``geometry``, computed once."""
-    n0, n1 = geometry.rows.n0, geometry.rows.n1
-    unit = geometry.unit
-    per_row = geometry.rows.run // unit
+def kernel_params(geometry: Geometry, mode: int) -> KernelParams:
+    """The kernel's arguments for ``geometry``, computed once. mode: of `launch`. Raises ``TransportUnavailable``."""
+    if geometry.conversion is not None:
+        return _convert_params(geometry, mode)
+    unit, rows = geometry.unit, geometry.rows
+    steps = steps_of(rows, src_unit=unit, dst_unit=unit)
+    constants = unit, row_counts(steps.n0, steps.n1), int(has_parts(geometry)), steps.number
+    integers = _rows(geometry, mode, steps, rows.run // unit, unit)
+    return _params(geometry, mode, steps, TILE, constants, unit, integers)
+
+
+def _convert_params(geometry: Geometry, mode: int) -> KernelParams:
+    assert geometry.conversion is not None
+    src_dtype, dst_dtype, heads, head_elements = geometry.conversion
+    elements, rows = geometry.elements, geometry.rows
+    units = elements * src_dtype.itemsize, elements * dst_dtype.itemsize
+    of_head, per_row = head_elements // elements, rows.run // units[1]
+
+    def of_one_head(steps: Steps) -> bool:
+        """Whether a word of any step is of the same head, so that it has the same scale."""
+        return steps.words % (of_head * heads) == 0 or of_head % (steps.number * steps.words) == 0
+
+    steps = steps_of(rows, src_unit=units[0], dst_unit=units[1], most=CONVERT_STEPS, will_do=of_one_head)
+    unit = units[0] if mode == page_copy.SCATTER else units[1]
+    constants = KINDS[src_dtype, dst_dtype], elements, int(has_parts(geometry)), steps.number
+    order = rows.n1 * per_row, per_row
+    integers = *_rows(geometry, mode, steps, per_row, unit), *order, *divisor(of_head), heads, *divisor(heads)
+    return _params(geometry, mode, steps, CONVERT_TILE, constants, unit, integers)
+
+
+def _params(
+    geometry: Geometry,
+    mode: int,
+    steps: Steps,
+    tile: Tile,
+    constants: tuple[int, ...],
+    unit: int,
+    rows: tuple[int, ...],
+) -> KernelParams:
+    """constants: of the kernel, those between its mode and its tile. unit: see `KernelParams`.
+
+    rows: the kernel's arguments from ``words_per_pair`` up to those of `_places`.
+    """
+    words = tile.words // max(steps.number, 2)  # each with an address of its own, which takes registers
+    pair_nbytes = steps.size * steps.number * unit
     return KernelParams(
+        constants=(mode, *constants, words),
+        words_per_pair=steps.size,
+        tile=words,
         unit=unit,
-        rows=0 if n0 * n1 == 1 else 1 if n0 == 1 else 2,
-        parts=_has_parts(geometry),
-        words_per_pair=geometry.rows.per_pair * per_row,
-        words_per_row=per_row,
-        pair_nbytes=geometry.pair_nbytes,
-        integers=(*_rows(geometry, per_row), *_places(geometry)),
+        pair_nbytes=pair_nbytes,
+        integers=(*rows, *_places(geometry, mode, pair_nbytes)),
     )
 
 
-def _has_parts(geometry: Geometry) -> bool:
+def row_counts(n0: int, n1: int) -> int:
+    """How many of a pair's two row counts exceed 1."""
+    return 0 if n0 * n1 == 1 else 1 if n0 == 1 else 2
+
+
+def has_parts(geometry: Geometry) -> bool:
+    """Whether pairs are striped, or smaller than a page."""
     return geometry.stripe.holders > 1 or geometry.src.per_page > 1 or geometry.dst.per_page > 1
 
 
-def _rows(geometry: Geometry, per_row: int) -> tuple[int, ...]:
-    """The kernels' arguments from ``words_per_pair`` on: a pair's rows, of ``per_row`` words each."""
+def _rows(geometry: Geometry, mode: int, steps: Steps, per_row: int, unit: int) -> tuple[int, ...]:
+    """The kernels' arguments from ``words_per_pair`` on: a pair's rows in the first step, and how far the next one is.
+
+    per_row: words of a row in all steps. unit: bytes of a word in a stage, where rows lie one behind the other.
+    """
     _, s0, d0, n1, s1, d1, _ = geometry.rows
-    per_pair = geometry.rows.per_pair * per_row
-    return per_pair, *divisor(per_pair), per_row, *divisor(per_row), n1, *divisor(n1), s0, d0, s1, d1
+    packed = n1 * per_row * unit, per_row * unit, steps.words * unit
+    src = packed if mode == page_copy.SCATTER else (s0, s1, steps.src)
+    dst = packed if mode == page_copy.GATHER else (d0, d1, steps.dst)
+    strides = (stride for both in zip(src, dst, strict=True) for stride in both)
+    return (
+        steps.size,
+        *divisor(steps.size),
+        steps.per_row,
+        *divisor(steps.per_row),
+        steps.n1,
+        *divisor(steps.n1),
+        *strides,
+    )
 
 
-def _places(geometry: Geometry) -> tuple[int, ...]:
-    """The kernels' last arguments: which pairs this holder has, and where they lie on both sides."""
-    stripe = geometry.stripe
+def _places(geometry: Geometry, mode: int, pair_nbytes: int) -> tuple[int, ...]:
+    """The kernels' last arguments: which pairs this holder has, and where they lie on both sides.
+
+    pair_nbytes: of a pair in a stage, which has pair behind pair.
+    """
+    stripe, src, dst = geometry.stripe, geometry.src, geometry.dst
     first_pair, jump = stripe.holder * stripe.per_unit, stripe.per_unit * (stripe.holders - 1)
-    sides = *_side(geometry.src, geometry.tokens), *_side(geometry.dst, geometry.tokens)
-    return *divisor(stripe.per_unit), first_pair, jump, *sides
+    if mode == page_copy.SCATTER:
+        src = replace(src, page_stride=pair_nbytes)
+    elif mode == page_copy.GATHER:
+        dst = replace(dst, page_stride=pair_nbytes)
+    return *divisor(stripe.per_unit), first_pair, jump, *_side(src, geometry.tokens), *_side(dst, geometry.tokens)
 
 
 def _side(side: PageAddressing, tokens: int) -> tuple[int, ...]:
@@ -141,104 +209,50 @@ def launch(
 
     mode: ``page_copy.DIRECT``, ``GATHER`` or ``SCATTER``. ranks: positions in the writer's stripe of the page pairs.
     start: the first page id's position, in sender pages after the prefix. blocks: the largest number of thread blocks.
-    Enqueues several launches where a job has more than `MAX_WORDS` words.
+    ``addresses.scales`` must be set if the geometry has a conversion. Enqueues several launches where a job has more
+    than `MAX_WORDS` words.
     """
-    params = kernel_params(geometry)
-    jobs, src_ids, dst_ids, stage, errors, _ = addresses
+    params, kernel = kernel_params(geometry, mode), kernel_for(geometry, mode)
+    jobs, src_ids, dst_ids, stage, errors, tickets, scales = addresses
+    scaled = () if geometry.conversion is None else (scales,)
     for first, count in _split(ranks, MAX_WORDS // params.words_per_pair):
         words = count * params.words_per_pair
         where = stage + (first - ranks.start) * params.pair_nbytes, len(ranks) * params.pair_nbytes
-        integers = (jobs, src_ids, dst_ids, *where, errors, num_jobs, first, start, words, *params.integers)
-        grid = min(blocks, num_jobs * -(-words // TILE.words))
-        _kernel(mode, params).launch(grid, integers)
+        counts = num_jobs, first, start, words
+        integers = (jobs, src_ids, dst_ids, *where, errors, tickets, *scaled, *counts, *params.integers)
+        kernel.launch(min(blocks, num_jobs * -(-words // params.tile)), integers)
 
 
-class ConvertParams(NamedTuple):
-    """What a geometry with a conversion contributes to a launch.
+_tickets: dict[tuple[int | None, int], torch.Tensor] = {}  # by device and stream
 
-    kind: see `torchkv.host.convert_loops.KINDS`. elements: of a word. parts, words_per_pair: as in `KernelParams`.
-    src_nbytes, dst_nbytes: bytes of a pair before and after. integers: the kernel's runtime arguments from
-    ``words_per_pair`` on.
+
+def tickets_of(stream: torch.cuda.Stream | None) -> int:
+    """The address of the tickets of the kernels of a stream, see `torchkv.kernels.page_copy`. None: of the interpreter.
+
+    Made at the first call for a stream, which waits for what is on that stream.
     """
-
-    kind: int
-    elements: int
-    parts: bool
-    words_per_pair: int
-    src_nbytes: int
-    dst_nbytes: int
-    integers: tuple[int, ...]
-
-    def stage_nbytes(self, mode: int) -> int:
-        """Bytes of a pair in the stage that a ``GATHER`` writes, or a ``SCATTER`` reads."""
-        return self.dst_nbytes if mode == page_copy.GATHER else self.src_nbytes
+    key = (None, 0) if stream is None else (stream.device.index, stream.cuda_stream)
+    if (tickets := _tickets.get(key)) is None:
+        zeros = torch.zeros(2, dtype=torch.int32)
+        if stream is not None:
+            with torch.cuda.stream(stream):
+                zeros = zeros.to(stream.device)
+        tickets = _tickets.setdefault(key, zeros)
+    return tickets.data_ptr()
 
 
-@lru_cache(maxsize=1024)
-def convert_params(geometry: Geometry) -> ConvertParams:
-    """The arguments of the converting kernel for ``geometry``, computed once. Raises ``TransportUnavailable``."""
-    assert geometry.conversion is not None
-    src_dtype, dst_dtype, heads, head_elements = geometry.conversion
-    elements = geometry.elements
-    per_row = geometry.rows.run // dst_dtype.itemsize // elements
-    per_pair = geometry.rows.per_pair * per_row
-    scaling = *divisor(head_elements // elements), heads, *divisor(heads)
-    return ConvertParams(
-        kind=KINDS[src_dtype, dst_dtype],
-        elements=elements,
-        parts=_has_parts(geometry),
-        words_per_pair=per_pair,
-        src_nbytes=per_pair * elements * src_dtype.itemsize,
-        dst_nbytes=per_pair * elements * dst_dtype.itemsize,
-        integers=(*_rows(geometry, per_row), *scaling, *_places(geometry)),
+def kernel_for(geometry: Geometry, mode: int = page_copy.DIRECT) -> CompiledKernel:
+    """The compiled kernel that copies of ``geometry`` need, on the current device. mode: as for `launch`."""
+    constants = kernel_params(geometry, mode).constants
+    if geometry.conversion is None:
+        return CompiledKernel(page_copy.copy, page_copy.NUM_INTEGERS, constants, TILE.warps)
+    native = torch.cuda.is_available() and torch.cuda.get_device_capability() >= NATIVE
+    return CompiledKernel(
+        page_convert.convert, page_convert.NUM_INTEGERS, (*constants, int(native)), CONVERT_TILE.warps
     )
-
-
-def launch_convert(
-    mode: int, geometry: Geometry, addresses: Addresses, *, num_jobs: int, ranks: range, start: int, blocks: int
-) -> None:
-    """As `launch`, for a geometry with a conversion. ``addresses.scales`` must be set."""
-    params = convert_params(geometry)
-    nbytes = params.stage_nbytes(mode)
-    jobs, src_ids, dst_ids, stage, errors, scales = addresses
-    for first, count in _split(ranks, MAX_WORDS // params.words_per_pair):
-        words = count * params.words_per_pair
-        where = stage + (first - ranks.start) * nbytes, len(ranks) * nbytes
-        integers = (jobs, src_ids, dst_ids, *where, errors, scales, num_jobs, first, start, words, *params.integers)
-        grid = min(blocks, num_jobs * -(-words // CONVERT_TILE.words))
-        _convert_kernel(mode, params).launch(grid, integers)
-
-
-def kernels_for(geometry: Geometry, *modes: int) -> list[CompiledKernel]:
-    """The compiled kernels that copies of ``geometry`` need.
-
-    modes: as for `launch`; default, direct copies.
-    """
-    if geometry.conversion is not None:
-        return [_convert_kernel(mode, convert_params(geometry)) for mode in modes or (page_copy.DIRECT,)]
-    params = kernel_params(geometry)
-    return [_kernel(mode, params) for mode in modes or (page_copy.DIRECT,)]
-
-
-def _kernel(mode: int, params: KernelParams) -> CompiledKernel:
-    return CompiledKernel(page_copy.copy, page_copy.NUM_INTEGERS, _constants(mode, params), TILE.warps)
-
-
-def _convert_kernel(mode: int, params: ConvertParams) -> CompiledKernel:
-    constants = mode, params.kind, params.elements, int(params.parts), CONVERT_TILE.words
-    return CompiledKernel(page_convert.convert, page_convert.NUM_INTEGERS, constants, CONVERT_TILE.warps)
 
 
 def _split(ranks: range, most: int) -> Iterator[tuple[int, int]]:
     """``ranks`` as (first, count) with count <= most."""
     for first in range(ranks.start, ranks.stop, most):
         yield first, min(most, ranks.stop - first)
-
-
-def _constants(mode: int, params: KernelParams) -> tuple[int, ...]:
-    """The kernel's constants, in its order."""
-    tile = TILE
-    per_row = params.words_per_row
-    touched = tile.words // per_row if tile.words % per_row == 0 else (tile.words - 2) // per_row + 2
-    table = tile.table if touched <= tile.table else 0
-    return mode, params.unit, params.rows, int(params.parts), tile.words, table

@@ -2,8 +2,10 @@
 
 `torchkv.kernels.copies` is its interface; `torchkv.kernels.launch` launches it. It addresses pages as
 `torchkv.kernels.page_copy` does, but a word is a number of elements, of unlike bytes on both sides. It
-computes what `torchkv.layout.conversion.convert` computes, bit for bit, but for the sign and payload of NaN: narrow
-dtypes are handled as integers, so that any GPU, and Triton's interpreter, round alike.
+computes what `torchkv.layout.conversion.convert` computes, bit for bit, but for the sign and payload of NaN.
+
+GPUs since compute capability 8.9 convert all dtypes themselves (``NATIVE``), two elements an instruction. For older
+ones, and for Triton's interpreter, which rounds otherwise, narrow dtypes are handled as integers.
 """
 
 from __future__ import annotations
@@ -11,15 +13,54 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchkv.kernels.page_copy import div, locate, report
+from torchkv.kernels.page_copy import div, draw, leave, locate, pointers, report
 
 __all__ = ["NUM_INTEGERS", "convert"]
 
-NUM_INTEGERS = 47  # runtime parameters of the kernel; the rest are constants
+NUM_INTEGERS = 52  # runtime parameters of the kernel; the rest are constants
 
 
-# Of all that follows, ``magnitude`` is the bits of an element without its sign, and numbers are float32, not negative.
-# NaN is left to `converted`.
+@triton.jit
+def over(number, power, divisor, reciprocal):
+    """number / scale, rounded once, for all quotients that fp8 tells from 0 and 448. The others stay below or above.
+
+    A true division takes a branch for each element. Its fast half takes five operations where the reciprocal is known:
+    a quotient and two corrections by what it leaves (Markstein 1990). With `normal` it holds for any scale.
+    """
+    # So that nothing overflows: a divisor is less than 2.
+    number = tl.clamp(number * power, -4096.0, 4096.0, propagate_nan=tl.PropagateNan.ALL)
+    quotient = number * reciprocal
+    quotient = tl.fma(tl.fma(-divisor, quotient, number), reciprocal, quotient)
+    quotient = tl.fma(tl.fma(-divisor, quotient, number), reciprocal, quotient)
+    sign = number.to(tl.int32, bitcast=True) & -2147483648  # which corrections of a zero lose
+    return (quotient.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def normal(scale):
+    """A power of two, and its product with ``scale``: from 1 to 2, or where ``scale`` is denormal from 2**-22."""
+    field = scale.to(tl.int32, bitcast=True) >> 23
+    power = tl.maximum((254 - field) << 23, 1 << 22).to(tl.float32, bitcast=True)
+    return power, scale * power
+
+
+@triton.jit
+def native(bits, scale, power, divisor, reciprocal, KIND: tl.constexpr):
+    """The elements of which ``bits`` are the bits, converted. scale: of each; see `over`. KIND: as of `convert`."""
+    src: tl.constexpr = (
+        tl.bfloat16 if KIND == 0 or KIND == 5 else tl.float8e4nv if KIND == 2 or KIND == 3 else tl.float16
+    )
+    dst: tl.constexpr = tl.float8e4nv if KIND <= 1 else tl.bfloat16 if KIND == 2 or KIND == 4 else tl.float16
+    number = bits.to(src, bitcast=True).to(tl.float32)
+    if KIND <= 1:
+        number = over(number, power, divisor, reciprocal)
+    elif KIND <= 3:
+        number *= scale
+    return number.to(dst).to(tl.int8 if KIND <= 1 else tl.int16, bitcast=True)
+
+
+# Of all that follows up to `emulated`, ``magnitude`` is the bits of an element without its sign, and numbers are
+# float32, not negative. NaN is left to `emulated`.
 
 
 @triton.jit
@@ -66,29 +107,9 @@ def to_fp8(number):
 
 
 @triton.jit
-def over(number, power, divisor, reciprocal):
-    """number / scale, rounded once, for all quotients that fp8 tells from 0 and 448. The others stay below or above.
-
-    A true division takes a branch for each element. Its fast half takes five operations where the reciprocal is known:
-    a quotient and two corrections by what it leaves (Markstein 1990). With `normal` it holds for any scale.
-    """
-    number = tl.minimum(number * power, 4096.0)  # so that nothing overflows: a divisor is less than 2
-    quotient = number * reciprocal
-    quotient = tl.fma(tl.fma(-divisor, quotient, number), reciprocal, quotient)
-    return tl.fma(tl.fma(-divisor, quotient, number), reciprocal, quotient)
-
-
-@triton.jit
-def normal(scale):
-    """A power of two, and its product with ``scale``: from 1 to 2, or where ``scale`` is denormal from 2**-22."""
-    field = scale.to(tl.int32, bitcast=True) >> 23
-    power = tl.maximum((254 - field) << 23, 1 << 22).to(tl.float32, bitcast=True)
-    return power, scale * power
-
-
-@triton.jit
-def converted(bits, scale, power, divisor, reciprocal, KIND: tl.constexpr):
-    """The elements of which ``bits`` are the bits, converted, as bits. scale: of each; see `over`. KIND: as there."""
+def emulated(bits, scale, power, divisor, reciprocal, KIND: tl.constexpr):
+    """As `native`, on any GPU."""
+    bits = bits.to(tl.int32)
     if KIND == 0 or KIND == 5:
         magnitude, nan, number = bits & 0x7FFF, 0x7F80, from_bfloat16(bits & 0x7FFF)
     elif KIND == 1 or KIND == 4:
@@ -97,17 +118,16 @@ def converted(bits, scale, power, divisor, reciprocal, KIND: tl.constexpr):
         magnitude, nan, number = bits & 0x7F, 0x7E, from_fp8(bits & 0x7F)
     if KIND <= 1:
         result = tl.where(magnitude > nan, 0x7F, to_fp8(over(number, power, divisor, reciprocal)))
-        result |= (bits >> 8) & 0x80
+        result = (result | ((bits >> 8) & 0x80)).to(tl.int8)
     else:
         if KIND <= 3:
             number *= scale
-            sign = (bits & 0x80) << 8
-        else:
-            sign = bits & 0x8000
+        sign = (bits & 0x80) << 8 if KIND <= 3 else bits & 0x8000
         if KIND == 2 or KIND == 4:
             result = tl.where(magnitude > nan, 0x7FC0, to_bfloat16(number)) | sign
         else:
             result = tl.where(magnitude > nan, 0x7E00, to_float16(number)) | sign
+        result = result.to(tl.int16)
     return result
 
 
@@ -120,6 +140,7 @@ def convert(
     stage: tl.int64,
     stage_stride: tl.int64,
     errors: tl.int64,
+    tickets: tl.int64,
     scales: tl.int64,
     num_jobs: tl.int32,
     first_rank: tl.int32,
@@ -138,6 +159,10 @@ def convert(
     d0: tl.int32,
     s1: tl.int32,
     d1: tl.int32,
+    src_step: tl.int32,
+    dst_step: tl.int32,
+    order0: tl.int32,
+    order1: tl.int32,
     head_magic: tl.int32,
     head_shift: tl.int32,
     heads: tl.int32,
@@ -165,50 +190,53 @@ def convert(
     KIND: tl.constexpr,
     ELEMENTS: tl.constexpr,
     PARTS: tl.constexpr,
+    STEPS: tl.constexpr,
     TILE: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """Converts ``num_jobs`` jobs of ``words`` words. See `torchkv.kernels.launch` for the arguments.
 
-    Each block takes every ``num_programs``-th tile of ``TILE`` words. MODE: as in `torchkv.kernels.page_copy`. KIND:
-    which dtypes, as in `torchkv.host.convert_loops.KINDS`. ELEMENTS: of a word. PARTS: whether pairs are striped or
-    smaller than a page. scales: address of a word for each job, the address of its float32 scales ``[heads]``.
+    MODE, PARTS, STEPS, TILE: as of `torchkv.kernels.page_copy.copy`. KIND: which dtypes, as in
+    `torchkv.host.convert_loops.KINDS`. ELEMENTS: of a word. order0, order1: by how many words of a stage a pair's rows
+    lie apart. scales: address of a word for each job, the address of its float32 scales ``[heads]``. A word is of the
+    same head in all steps.
     """
     SRC_SIZE: tl.constexpr = 1 if KIND == 2 or KIND == 3 else 2
     DST_SIZE: tl.constexpr = 1 if KIND <= 1 else 2
     src_dtype: tl.constexpr = tl.int8 if SRC_SIZE == 1 else tl.int16
     dst_dtype: tl.constexpr = tl.int8 if DST_SIZE == 1 else tl.int16
-    tiles = (words + TILE - 1) // TILE
     element = tl.arange(0, ELEMENTS)[None, :]
+    tiles = (words + TILE - 1) // TILE
     tile = tl.program_id(0)
     while tile < num_jobs * tiles:
         job = tile // tiles
         word = (tile - job * tiles) * TILE + tl.arange(0, TILE)
-        live = word < words
+        ok = word < words
         bases = jobs.to(tl.pointer_type(tl.int64)) + job * 2
-        packed = stage + job * stage_stride
 
         rank = div(word, pair_magic, pair_shift)
         inside = word - rank * words_per_pair
         row = div(inside, row_magic, row_shift)
         column = inside - row * words_per_row
         outer = div(row, n1_magic, n1_shift)
-        src_inside = row * s1 + outer * (s0 - n1 * s1) + column * (ELEMENTS * SRC_SIZE)
-        dst_inside = row * d1 + outer * (d0 - n1 * d1) + column * (ELEMENTS * DST_SIZE)
-        head = div(inside, head_magic, head_shift)
+        inner = row - outer * n1
+        src_inside = outer * s0 + inner * s1 + column * (ELEMENTS * SRC_SIZE)
+        dst_inside = outer * d0 + inner * d1 + column * (ELEMENTS * DST_SIZE)
+        head = div(outer * order0 + inner * order1 + column, head_magic, head_shift)
         head -= div(head, heads_magic, heads_shift) * heads
         factors = tl.load(scales.to(tl.pointer_type(tl.int64)) + job).to(tl.pointer_type(tl.float32))
-        scale = tl.load(factors + head, mask=live, other=1.0)
+        scale = tl.load(factors + head, mask=ok, other=1.0)
         power, divisor = normal(scale)
         reciprocal = tl.div_rn(1.0, divisor)
+        packed = stage + job * stage_stride
+        source = packed + rank.to(tl.int64) * src_page_stride + src_inside
+        target = packed + rank.to(tl.int64) * dst_page_stride + dst_inside
         rank += first_rank
         pair = rank
         if PARTS:
             pair = first_pair + rank + div(rank, unit_magic, unit_shift) * jump
 
-        first = live & (inside == 0) & (job == 0)  # all jobs have the same page ids, so only job 0 reports bad ones
-        ok = live
-        source = packed + word.to(tl.int64) * (ELEMENTS * SRC_SIZE)
-        target = packed + word.to(tl.int64) * (ELEMENTS * DST_SIZE)
+        first = ok & (inside == 0) & (job == 0)  # all jobs have the same page ids, so only job 0 reports bad ones
         if MODE != 2:  # not SCATTER
             offset, good, index, page = locate(
                 src_ids,
@@ -220,7 +248,7 @@ def convert(
                 src_part_stride,
                 src_page_stride,
                 src_num_pages,
-                live,
+                ok,
                 PARTS,
             )
             report(errors, first & ~good, index, page, 0)
@@ -237,19 +265,23 @@ def convert(
                 dst_part_stride,
                 dst_page_stride,
                 dst_num_pages,
-                live,
+                ok,
                 PARTS,
             )
             report(errors, first & ~good, index, page, 1)
             ok = ok & good
             target = tl.load(bases + 1) + offset + (dst_base + dst_inside)
 
-        sources = source.to(tl.pointer_type(src_dtype))[:, None] + element
-        targets = target.to(tl.pointer_type(dst_dtype))[:, None] + element
-        sources = tl.max_contiguous(tl.multiple_of(sources, [ELEMENTS * SRC_SIZE, ELEMENTS * SRC_SIZE]), [1, ELEMENTS])
-        targets = tl.max_contiguous(tl.multiple_of(targets, [ELEMENTS * DST_SIZE, ELEMENTS * DST_SIZE]), [1, ELEMENTS])
-        bits = tl.load(sources, mask=ok[:, None], other=0).to(tl.int32)
-        bits &= 0xFF if SRC_SIZE == 1 else 0xFFFF
-        result = converted(bits, scale[:, None], power[:, None], divisor[:, None], reciprocal[:, None], KIND)
-        tl.store(targets, result.to(dst_dtype), mask=ok[:, None])
-        tile += tl.num_programs(0)
+        read = ()
+        for step in tl.static_range(STEPS):
+            sources = pointers(source + step * src_step, element, ELEMENTS * SRC_SIZE, src_dtype)
+            read += (tl.load(sources, mask=ok[:, None], other=0),)  # type: ignore[assignment]  # longer than before
+        tile = draw(tickets)
+        for step in tl.static_range(STEPS):
+            arguments = read[step], scale[:, None], power[:, None], divisor[:, None], reciprocal[:, None]
+            targets = pointers(target + step * dst_step, element, ELEMENTS * DST_SIZE, dst_dtype)
+            if NATIVE:
+                tl.store(targets, native(*arguments, KIND), mask=ok[:, None])
+            else:
+                tl.store(targets, emulated(*arguments, KIND), mask=ok[:, None])
+    leave(tickets)

@@ -6,9 +6,15 @@ its number. So runs of any length and any number of rows cost the same, a packed
 share the work evenly.
 
 The addresses take a few divisions by numbers that are fixed for the launch; each is a multiplication and a shift
-(`div`). That is still about a hundred instructions per word, which is much where a few blocks must fill the link. With
-``TABLE`` they are computed once per row, and each word looks its row up in shared memory. This halves the instructions
-and costs at least two barriers per tile.
+(`div`). That is still about a hundred instructions, which is much for a word where a few blocks must fill the link. So
+a pair's words are copied in ``STEPS`` steps, which lie alike (`torchkv.kernels.steps`): a thread computes the address
+of one word of the first step, and moves the same word of each step, a fixed distance from one to the next. Only words
+of the first step are numbered.
+
+Blocks draw their tiles, but for the first ones, because they are not equally fast: some share their way to the link
+with others, and with tiles dealt out beforehand all would wait for those. ``tickets`` are two int32: how many tiles
+were drawn, and how many blocks have ended. Both are zero before and after each kernel, so kernels that may run at the
+same time, as on two streams, must have tickets of their own.
 """
 
 from __future__ import annotations
@@ -23,14 +29,17 @@ __all__ = [
     "SCATTER",
     "copy",
     "div",
+    "draw",
+    "leave",
     "locate",
+    "pointers",
     "report",
 ]
 
 # Modes: from pages to pages, from pages into a packed stage, from a packed stage into pages.
 DIRECT, GATHER, SCATTER = 0, 1, 2
 
-NUM_INTEGERS = 41  # runtime parameters of the kernel; the rest are constants
+NUM_INTEGERS = 44  # runtime parameters of the kernel; the rest are constants
 
 
 @triton.jit
@@ -65,6 +74,28 @@ def report(errors, bad, index, page, side: tl.constexpr):
     tl.store(errors.to(tl.pointer_type(tl.int64)) + tl.zeros_like(index), code, mask=bad)
 
 
+@triton.jit
+def pointers(address, element, UNIT: tl.constexpr, dtype: tl.constexpr):
+    """To the elements of words of ``UNIT`` bytes, of which ``element`` are the numbers, at each ``address``."""
+    found = address.to(tl.pointer_type(dtype))[:, None] + element
+    return tl.max_contiguous(tl.multiple_of(found, [UNIT, UNIT]), [1, element.shape[1]])
+
+
+@triton.jit
+def draw(tickets):
+    """The number of the block's next tile. Takes a round trip to the GPU's memory: better while loads are under way."""
+    return tl.num_programs(0) + tl.atomic_add(tickets.to(tl.pointer_type(tl.int32)), 1, sem="relaxed")
+
+
+@triton.jit
+def leave(tickets):
+    """The end of a block that has drawn a tile too many. The last one to end leaves tickets for the next kernel."""
+    ended = tickets.to(tl.pointer_type(tl.int32)) + 1
+    if tl.atomic_add(ended, 1, sem="relaxed") == tl.num_programs(0) - 1:
+        tl.store(ended - 1, 0)
+        tl.store(ended, 0)
+
+
 # Triton specialises on none of the integers, so that one compiled kernel serves every layout and request.
 @triton.jit(do_not_specialize=range(NUM_INTEGERS))
 def copy(
@@ -74,6 +105,7 @@ def copy(
     stage: tl.int64,
     stage_stride: tl.int64,
     errors: tl.int64,
+    tickets: tl.int64,
     num_jobs: tl.int32,
     first_rank: tl.int32,
     start: tl.int32,
@@ -91,6 +123,8 @@ def copy(
     d0: tl.int32,
     s1: tl.int32,
     d1: tl.int32,
+    src_step: tl.int32,
+    dst_step: tl.int32,
     unit_magic: tl.int32,
     unit_shift: tl.int32,
     first_pair: tl.int32,
@@ -113,41 +147,27 @@ def copy(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    STEPS: tl.constexpr,
     TILE: tl.constexpr,
-    TABLE: tl.constexpr,
 ):
     """Copies ``num_jobs`` jobs of ``words`` words. See `torchkv.kernels.launch` for the arguments.
 
-    Each block takes every ``num_programs``-th tile of ``TILE`` words.
+    Each block copies one tile of ``TILE`` words after another, and moves ``STEPS`` words for each.
 
     ROWS: how many of a pair's two row counts exceed 1. PARTS: whether pairs are striped or smaller than a page.
-    TABLE: an upper bound of the rows that a tile touches; 0: addresses are computed per word.
     """
     dtype: tl.constexpr = tl.int64 if UNIT >= 8 else tl.int32 if UNIT == 4 else tl.int16 if UNIT == 2 else tl.int8
-    ELEMENTS: tl.constexpr = 2 if UNIT == 16 else 1
+    element = tl.arange(0, 2 if UNIT == 16 else 1)[None, :]
     tiles = (words + TILE - 1) // TILE
-    element = tl.arange(0, ELEMENTS)[None, :]
     tile = tl.program_id(0)
-    end = num_jobs * tiles
-    while tile < end:
+    while tile < num_jobs * tiles:
         job = tile // tiles
-        first_word = (tile - job * tiles) * TILE
-        origin = stage + job * stage_stride
-        word = first_word + tl.arange(0, TILE)
-        inside_job = word < words
+        word = (tile - job * tiles) * TILE + tl.arange(0, TILE)
+        ok = word < words
         bases = jobs.to(tl.pointer_type(tl.int64)) + job * 2
 
-        # From here to the lookup in the table: for each word, or with TABLE for the first word of each row.
-        if TABLE > 0:
-            first_row = div(first_word, row_magic, row_shift)
-            head = first_row + tl.arange(0, TABLE)
-            live = head < words // words_per_row
-            head = tl.where(live, head, 0) * words_per_row
-        else:
-            head = word
-            live = inside_job
-        rank = div(head, pair_magic, pair_shift)
-        inside = head - rank * words_per_pair
+        rank = div(word, pair_magic, pair_shift)
+        inside = word - rank * words_per_pair
         src_inside = inside * UNIT
         dst_inside = inside * UNIT
         if ROWS > 0:
@@ -159,16 +179,15 @@ def copy(
                 outer = div(row, n1_magic, n1_shift)
                 src_inside += outer * (s0 - n1 * s1)
                 dst_inside += outer * (d0 - n1 * d1)
+        packed = stage + job * stage_stride  # a stage is a page for each pair, one behind the other
+        source = packed + rank.to(tl.int64) * src_page_stride + src_inside
+        target = packed + rank.to(tl.int64) * dst_page_stride + dst_inside
         rank += first_rank
         pair = rank
         if PARTS:
             pair = first_pair + rank + div(rank, unit_magic, unit_shift) * jump
 
-        first = live & (inside == 0) & (job == 0)  # all jobs have the same page ids, so only job 0 reports bad ones
-        packed = origin + head.to(tl.int64) * UNIT
-        source = packed
-        target = packed
-        ok = live
+        first = ok & (inside == 0) & (job == 0)  # all jobs have the same page ids, so only job 0 reports bad ones
         if MODE != 2:  # not SCATTER
             offset, good, index, page = locate(
                 src_ids,
@@ -180,7 +199,7 @@ def copy(
                 src_part_stride,
                 src_page_stride,
                 src_num_pages,
-                live,
+                ok,
                 PARTS,
             )
             report(errors, first & ~good, index, page, 0)
@@ -197,28 +216,18 @@ def copy(
                 dst_part_stride,
                 dst_page_stride,
                 dst_num_pages,
-                live,
+                ok,
                 PARTS,
             )
             report(errors, first & ~good, index, page, 1)
             ok = ok & good
             target = tl.load(bases + 1) + offset + (dst_base + dst_inside)
-        if TABLE > 0:
-            # No job lies at address 0, so 0 can mark a bad row.
-            source = tl.where(ok, source, 0)
-            behind = first_word - first_row * words_per_row + tl.arange(0, TILE)
-            row = div(behind, row_magic, row_shift)
-            column = (behind - row * words_per_row) * UNIT
-            row = tl.where(inside_job, row, 0)
-            source = tl.gather(source, row, 0)
-            target = tl.gather(target, row, 0) + column
-            ok = inside_job & (source != 0)
-            source += column
 
-        sources = source.to(tl.pointer_type(dtype))[:, None] + element
-        targets = target.to(tl.pointer_type(dtype))[:, None] + element
-        sources = tl.max_contiguous(tl.multiple_of(sources, [UNIT, UNIT]), [1, ELEMENTS])
-        targets = tl.max_contiguous(tl.multiple_of(targets, [UNIT, UNIT]), [1, ELEMENTS])
-        copied = tl.load(sources, mask=ok[:, None])
-        tl.store(targets, copied, mask=ok[:, None])
-        tile += tl.num_programs(0)
+        copied = ()  # all are read before the first is written, so that they are on their way together
+        for step in tl.static_range(STEPS):
+            sources = pointers(source + step * src_step, element, UNIT, dtype)
+            copied += (tl.load(sources, mask=ok[:, None]),)  # type: ignore[assignment]  # longer than before
+        tile = draw(tickets)
+        for step in tl.static_range(STEPS):
+            tl.store(pointers(target + step * dst_step, element, UNIT, dtype), copied[step], mask=ok[:, None])
+    leave(tickets)

@@ -21,7 +21,7 @@ from torchkv.kernels import checksum as checksum_kernel
 from torchkv.kernels import copies, page_copy
 from torchkv.kernels.checksum_launch import SumAddresses, launch_sums, sum_kernel
 from torchkv.kernels.compiled import CompiledKernel
-from torchkv.kernels.launch import kernels_for
+from torchkv.kernels.launch import kernel_for
 from torchkv.layout.conversion import NO_SCALES, Scales
 from torchkv.layout.kernel_geometry import Geometry, geometry
 from torchkv.layout.pair_plan import PairPlan
@@ -147,7 +147,7 @@ class CudaPackLauncher:
         mode = page_copy.GATHER if self.sending else page_copy.SCATTER
         found: list[CompiledKernel] = []
         for shape in set(self._geometries):
-            found += kernels_for(shape, mode)
+            found.append(kernel_for(shape, mode))
             if checksum:
                 found.append(sum_kernel(shape, self._mode))
         return found

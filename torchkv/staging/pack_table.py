@@ -23,12 +23,19 @@ __all__ = ["PackTable"]
 class PackTable:
     """words: int64, a pack table: see `torchkv.core.loop.launching.FIELDS`. Keeps alive what they point to.
 
-    launcher: of the plan, whose jobs they are; its kernels are loaded. errors, blocks: as of
+    launcher: of the plan, whose jobs they are; its kernels are loaded. errors, tickets, blocks: as of
     `torchkv.transfer.launch_table.LaunchTable`.
     """
 
     def __init__(
-        self, plan: PairPlan, launcher: CudaPackLauncher, *, device: torch.device, errors: int, blocks: int
+        self,
+        plan: PairPlan,
+        launcher: CudaPackLauncher,
+        *,
+        device: torch.device,
+        errors: int,
+        tickets: int,
+        blocks: int,
     ) -> None:
         self._kept: list[Any] = [launcher]
         mode = page_copy.GATHER if launcher.sending else page_copy.SCATTER
@@ -47,6 +54,7 @@ class PackTable:
                     aligned=each.begins_group,
                     scales=None if each.geometry.conversion is None else launcher.scales,
                     errors=errors,
+                    tickets=tickets,
                     blocks=blocks,
                     kept=self._kept,
                 )

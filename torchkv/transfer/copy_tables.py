@@ -17,7 +17,7 @@ import torch
 from torchkv.arrays import Float32Array
 from torchkv.kernels.compiled import CompiledKernel
 from torchkv.kernels.copies import ScaleTable
-from torchkv.kernels.launch import kernels_for
+from torchkv.kernels.launch import kernel_for
 from torchkv.layout.kernel_geometry import Geometry, geometry
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.transfer.peer_connection import LocalPages, PeerConnection
@@ -99,7 +99,7 @@ class BaseAddressTable:
             kernel.load()
 
     def _kernels(self) -> list[CompiledKernel]:
-        return [kernel for group in self.groups for kernel in kernels_for(group.geometry)]
+        return [kernel_for(group.geometry) for group in self.groups]
 
 
 class BaseAddressTables:

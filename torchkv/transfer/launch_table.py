@@ -14,15 +14,15 @@ from torchkv.core.loop.launching import FIELDS
 from torchkv.kernels import page_copy
 from torchkv.kernels.compiled import WARP
 from torchkv.kernels.copies import ScaleTable
-from torchkv.kernels.launch import CONVERT_TILE, TILE, convert_params, kernel_params, kernels_for
+from torchkv.kernels.launch import kernel_for, kernel_params
 from torchkv.layout.kernel_geometry import Geometry
 from torchkv.transfer.copy_tables import BaseAddressTable
 
 __all__ = ["LaunchTable", "launch_group"]
 
 # How many of the kernel's parameters come before those of the geometry, one more where it converts, and which of them
-# is the errors' address.
-_GIVEN, _ERRORS = 10, 5
+# are the addresses of the errors and the tickets.
+_GIVEN, _ERRORS, _TICKETS = 11, 5, 6
 assert page_copy.NUM_INTEGERS > _GIVEN
 
 
@@ -31,11 +31,11 @@ class LaunchTable:
 
     first: the position of the plan's first layer. words: int64, see `torchkv.core.loop.launching.FIELDS`. Keeps alive
     what they point to. errors, blocks: as of `torchkv.kernels.copies.CopyJobs`; the loop gives no bad page ids to
-    kernels, so nobody reads the errors.
+    kernels, so nobody reads the errors. tickets: of the loop's stream, see `torchkv.kernels.launch.tickets_of`.
     """
 
     def __init__(
-        self, table: BaseAddressTable, *, first: int = 0, device: torch.device, errors: int, blocks: int
+        self, table: BaseAddressTable, *, first: int = 0, device: torch.device, errors: int, tickets: int, blocks: int
     ) -> None:
         assert list(table.plan.layers) == sorted(table.plan.layers)
         self._kept: list[Any] = [table]
@@ -50,6 +50,7 @@ class LaunchTable:
                     rows,
                     scales=group.scales,
                     errors=errors,
+                    tickets=tickets,
                     blocks=blocks,
                     kept=self._kept,
                 )
@@ -65,6 +66,7 @@ def launch_group(
     aligned: bool = False,
     scales: ScaleTable | None = None,
     errors: int,
+    tickets: int,
     blocks: int,
     kept: list[Any],
 ) -> list[int]:
@@ -72,19 +74,12 @@ def launch_group(
 
     mode: of their kernel, which is loaded. scales: of all jobs, if they are converted. kept: gets what must stay alive.
     """
-    (kernel,) = kernels_for(geometry, mode)
+    kernel, params = kernel_for(geometry, mode), kernel_params(geometry, mode)
     loaded = kernel.loaded
     assert loaded is not None
-    if scales is None:
-        copied = kernel_params(geometry)
-        integers, words, nbytes, tile = copied.integers, copied.words_per_pair, geometry.pair_nbytes, TILE
-    else:
-        converted = convert_params(geometry)
-        nbytes = converted.dst_nbytes if mode == page_copy.DIRECT else converted.stage_nbytes(mode)
-        integers, words, tile = converted.integers, converted.words_per_pair, CONVERT_TILE
     given = [0] * (_GIVEN if scales is None else _GIVEN + 1)
-    given[_ERRORS] = errors
-    block = ctypes.create_string_buffer(loaded.params.pack(*given, *integers), loaded.params.size)
+    given[_ERRORS], given[_TICKETS] = errors, tickets
+    block = ctypes.create_string_buffer(loaded.params.pack(*given, *params.integers), loaded.params.size)
     size = ctypes.c_size_t(loaded.params.size)
     # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END
     extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(block), 2, ctypes.addressof(size), 0)
@@ -106,10 +101,10 @@ def launch_group(
         "holder": stripe.holder,
         "window": window[0],
         "window_unit": window[1],
-        "pair_words": words,
-        "tile_words": tile.words,
+        "pair_words": params.words_per_pair,
+        "tile_words": params.tile,
         "blocks": blocks,
-        "pair_nbytes": nbytes,
+        "pair_nbytes": params.pair_nbytes,
         "pair_runs": geometry.rows.per_pair,
         "aligned": int(aligned),
         "scales": 0 if scales is None else scales.addresses.data_ptr(),

@@ -84,6 +84,6 @@ def fake_launches(module: Any, name: str, num_integers: int) -> Iterator[list[tu
         patch.setattr("torchkv.kernels.compiled.triton.JITFunction", FakeKernel)
         patch.setattr(driver, "launch", launch)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
+        patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77, device=torch.device("cpu")))
         patch.setattr(compiled, "_loaded", {})
         yield log

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import itertools
 import struct
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from torchkv.transfer.peer_connection import LocalPages, PeerConnection
 __all__ = [
     "BAD_ADDRESS",
     "NOT_READY",
+    "TICKETS",
     "FakeEvent",
     "FakeKernels",
     "LoopGpu",
@@ -38,7 +40,7 @@ __all__ = [
 ]
 
 NOT_READY, BAD_ADDRESS = 600, 700
-STREAM = 0x5150
+STREAM, TICKETS = 0x5150, 0x71C0
 _FORMATS = {"tl.int32": "i", "tl.int64": "q"}
 
 
@@ -162,12 +164,9 @@ def run_kernel(block: bytes, function: int, blocks: int, bad_ids: list[int]) -> 
     """
     kernel, given = launched(block, function)
     given |= dict(zip(kernel.kernel.arg_names[len(given) :], kernel.constants, strict=True))
-    mode, per_row = given["MODE"], given["words_per_row"]
-    packed_unit = given["ELEMENTS"] if _converts(kernel) else given["UNIT"]  # bytes of a word in a stage
-    if _converts(kernel):
-        packed_unit *= _KINDS[given["KIND"]][mode == page_copy.GATHER].itemsize
+    mode = given["MODE"]
+    assert given["tickets"] == TICKETS
     assert (given["stage"] == given["stage_stride"] == 0) == (mode == page_copy.DIRECT)
-    assert given["stage"] % packed_unit == given["stage_stride"] % packed_unit == 0
 
     def div(number: int, magic: str, shift: str) -> int:
         return (2 * number * (given[magic] & 0xFFFFFFFF) >> 32) >> given[shift]
@@ -178,7 +177,7 @@ def run_kernel(block: bytes, function: int, blocks: int, bad_ids: list[int]) -> 
         places = []
         for side, start, is_used in (("src", given["start"], read), ("dst", 0, written)):
             if not is_used:
-                places.append(0)
+                places.append((ordinal - given["first_rank"]) * given[f"{side}_page_stride"])
                 continue
             index = div(pair, f"{side}_magic", f"{side}_shift")
             part = pair - index * given[f"{side}_per_page"]
@@ -191,19 +190,11 @@ def run_kernel(block: bytes, function: int, blocks: int, bad_ids: list[int]) -> 
         if len(places) < 2:
             continue
         for job in range(given["num_jobs"]):
-            src, dst = (_WORD.from_address(given["jobs"] + 16 * job + 8 * i).value + places[i] for i in range(2))
-            packed = given["words_per_pair"] * packed_unit * (ordinal - given["first_rank"])
-            packed += given["stage"] + job * given["stage_stride"]
-            for row in range(given["words_per_pair"] // per_row):
-                outer, inner = divmod(row, given["n1"])
-                ours = src + outer * given["s0"] + inner * given["s1"]
-                theirs = dst + outer * given["d0"] + inner * given["d1"]
-                place = packed + row * per_row * packed_unit
-                source, target = ours if read else place, theirs if written else place
-                if _converts(kernel):
-                    _convert_row(given, job, row, source, target)
-                else:
-                    ctypes.memmove(target, source, per_row * given["UNIT"])
+            packed = given["stage"] + job * given["stage_stride"]
+            bases = [_WORD.from_address(given["jobs"] + 16 * job + 8 * side).value for side in range(2)]
+            source = places[0] + (bases[0] if read else packed)
+            target = places[1] + (bases[1] if written else packed)
+            _run_pair(given, job, source, target)
 
 
 def launched(block: bytes, function: int) -> tuple[CompiledKernel, dict[str, int]]:
@@ -213,13 +204,28 @@ def launched(block: bytes, function: int) -> tuple[CompiledKernel, dict[str, int
     return kernel, dict(zip(names, params.unpack(block)[: len(names)], strict=True))
 
 
-def _convert_row(given: dict[str, int], job: int, row: int, ours: int, theirs: int) -> None:
-    """Converts a row of words. Word by word, for each may be of another head."""
-    (src, dst), unit = _KINDS[given["KIND"]], given["ELEMENTS"]
+def _run_pair(given: dict[str, int], job: int, source: int, target: int) -> None:
+    """Copies, or converts, the rows of all steps of a pair."""
+    per_row = given["words_per_row"]
+    for row, step in itertools.product(range(given["words_per_pair"] // per_row), range(given["STEPS"])):
+        outer, inner = divmod(row, given["n1"])
+        ours = source + outer * given["s0"] + inner * given["s1"] + step * given["src_step"]
+        theirs = target + outer * given["d0"] + inner * given["d1"] + step * given["dst_step"]
+        if "KIND" in given:
+            _convert_row(given, job, outer * given["order0"] + inner * given["order1"], ours, theirs)
+        else:
+            assert ours % given["UNIT"] == theirs % given["UNIT"] == 0
+            ctypes.memmove(theirs, ours, per_row * given["UNIT"])
+
+
+def _convert_row(given: dict[str, int], job: int, order: int, ours: int, theirs: int) -> None:
+    """Converts a row of words. Word by word, for each may be of another head. order: of the first one, in a stage."""
+    src, dst = _KINDS[given["KIND"]]
+    unit = given["ELEMENTS"]
+    assert ours % (unit * src.itemsize) == theirs % (unit * dst.itemsize) == 0
     scales = _WORD.from_address(given["scales"] + 8 * job).value
     for word in range(given["words_per_row"]):
-        inside = row * given["words_per_row"] + word
-        head = (2 * inside * (given["head_magic"] & 0xFFFFFFFF) >> 32) >> given["head_shift"]
+        head = (2 * (order + word) * (given["head_magic"] & 0xFFFFFFFF) >> 32) >> given["head_shift"]
         scale = ctypes.c_float.from_address(scales + 4 * (head % given["heads"])).value
         source = (ctypes.c_uint8 * (unit * src.itemsize)).from_address(ours + word * unit * src.itemsize)
         elements = torch.frombuffer(bytearray(source), dtype=src)
@@ -259,14 +265,14 @@ class FakeKernels:
             return None
         with fake_kernels():
             table = BaseAddressTable(plan, self._local, connection)
-            return LaunchTable(table, first=first, device=torch.device("cpu"), errors=0, blocks=16)
+            return LaunchTable(table, first=first, device=torch.device("cpu"), errors=0, tickets=TICKETS, blocks=16)
 
     def packs(self, plan: PairPlan, scales: Scales, *, sending: bool) -> PackTable | None:
         if self.lacking:
             return None
         with fake_kernels():
             launcher = CudaPackLauncher(plan, self._local, sending=sending, scales=scales)
-            return PackTable(plan, launcher, device=torch.device("cpu"), errors=0, blocks=16)
+            return PackTable(plan, launcher, device=torch.device("cpu"), errors=0, tickets=TICKETS, blocks=16)
 
     def gate(self, event: Any) -> Gate | None:
         if event is None:

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.ranks.lane_transfer import Case
 from torchkv import Component, KVLayout
 
-__all__ = ["CASES", "case", "gqa", "tp"]
+__all__ = ["CASES", "case", "gqa", "mla", "tp"]
 
 BF16 = torch.bfloat16
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, LoopGpu, fake_kernels
+from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, TICKETS, LoopGpu, fake_kernels
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core.core import Core
 from torchkv.core.device import NO_GATE, Gate
@@ -45,7 +45,7 @@ class GpuPair(Pair):
         group = AddressGroup(shape, tuple(range(layers)), torch.tensor(rows, dtype=torch.int64))
         table: Any = SimpleNamespace(plan=SimpleNamespace(layers=tuple(range(layers))), groups=[group])
         with fake_kernels():
-            self.table = LaunchTable(table, device=torch.device("cpu"), errors=0, blocks=4)
+            self.table = LaunchTable(table, device=torch.device("cpu"), errors=0, tickets=TICKETS, blocks=4)
         self.geometry = np.zeros(2, dtype=np.int64)
         self.kernels = self.table.words
 
@@ -83,8 +83,8 @@ def test_parameters_lie_where_the_loop_writes_them() -> None:
         at += -at % size
         found[param.name] = at
         at += size
-    assert [found[name] for name in ("jobs", "src_ids", "dst_ids", "errors")] == [0, 8, 16, 40]
-    assert [found[name] for name in ("num_jobs", "first_rank", "start", "words")] == [48, 52, 56, 60]
+    assert [found[name] for name in ("jobs", "src_ids", "dst_ids", "errors", "tickets")] == [0, 8, 16, 40, 48]
+    assert [found[name] for name in ("num_jobs", "first_rank", "start", "words")] == [56, 60, 64, 68]
 
 
 def test_a_request() -> None:

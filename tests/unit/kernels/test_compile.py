@@ -14,6 +14,7 @@ from triton.compiler import ASTSource, compile
 
 from torchkv.kernels import checksum as checksum_kernel
 from torchkv.kernels import page_convert, page_copy
+from torchkv.kernels.launch import TILE
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -30,28 +31,35 @@ def binary(kernel: Any, constants: tuple[int, ...]) -> bytes:
     return compiled(kernel, constants)["cubin"]
 
 
-@pytest.mark.parametrize("table", [0, 256])
+@pytest.mark.parametrize("steps", [1, 2, 8])
 @pytest.mark.parametrize("mode", [page_copy.DIRECT, page_copy.GATHER, page_copy.SCATTER])
-def test_copies(mode: int, table: int) -> None:
-    assert binary(page_copy.copy, (mode, 16, 2, 1, 2048, table))
+def test_copies(mode: int, steps: int) -> None:
+    asm = compiled(page_copy.copy, (mode, 16, 2, 1, steps, TILE.words // max(steps, 2)), TILE.warps)
+    assert asm["cubin"]
+    # All words of a thread are on their way before the first is written.
+    moved = re.findall(r"(ld|st)\.global\.v2\.b64", asm["ptx"])
+    assert moved == ["ld"] * (len(moved) // 2) + ["st"] * (len(moved) // 2)
+    assert len(moved) == 2 * TILE.words // max(steps, 2) * steps // (32 * TILE.warps)
 
 
 @pytest.mark.parametrize("unit", [1, 2, 4, 8])
 def test_copies_of_narrow_words(unit: int) -> None:
-    assert binary(page_copy.copy, (page_copy.SCATTER, unit, 0, 0, 2048, 0))
+    assert binary(page_copy.copy, (page_copy.SCATTER, unit, 0, 0, 8, 512))
 
 
 @pytest.mark.parametrize("kind", range(6))
 @pytest.mark.parametrize("mode", [page_copy.DIRECT, page_copy.GATHER, page_copy.SCATTER])
-def test_conversions(mode: int, kind: int) -> None:
-    asm = compiled(page_convert.convert, (mode, kind, 8, 1, 512))
+@pytest.mark.parametrize("native", [0, 1])
+def test_conversions(mode: int, kind: int, native: int) -> None:
+    steps, elements, tile = 4, 8, 512
+    asm = compiled(page_convert.convert, (mode, kind, elements, 1, steps, tile, native))
     assert asm["cubin"]
-    # A true division for each word, no flush of denormals to zero, no product and sum with one rounding but the four
+    # A true division for each address, no flush of denormals to zero, no product and sum with one rounding but the four
     # corrections of each of a thread's elements.
-    words, elements = 512 // (8 * 32), 8
+    words = tile // (8 * 32)
     assert asm["ptx"].count("div.rn.f32") == (words if kind <= 1 else 0)
     fused = [line for line in asm["ptx"].splitlines() if "fma" in line and ", 0f00000000" not in line]  # plus 0: exact
-    assert len(fused) == (4 * words * elements if kind <= 1 else 0)
+    assert len(fused) == (4 * words * steps * elements if kind <= 1 else 0)
     assert not re.search(r"div\.(full|approx)|\.ftz", asm["ptx"])
     # Wide accesses: 16 bytes of the wider side.
     assert re.search(r"(ld|st)\.global\.v4\.b32", asm["ptx"])

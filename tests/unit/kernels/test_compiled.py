@@ -22,7 +22,7 @@ from torchkv.kernels import checksum, page_copy
 from torchkv.kernels.compiled import param_block
 
 CASES = [
-    pytest.param(page_copy.copy, page_copy.NUM_INTEGERS, (page_copy.GATHER, 16, 2, 1, 2048, 256), id="copy"),
+    pytest.param(page_copy.copy, page_copy.NUM_INTEGERS, (page_copy.GATHER, 16, 2, 1, 8, 512), id="copy"),
     pytest.param(checksum.sum_pairs, checksum.NUM_INTEGERS, (checksum.WRITE, 16, 2, 1, 8, 256), id="sums"),
 ]
 

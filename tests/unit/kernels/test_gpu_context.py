@@ -24,6 +24,9 @@ GPU = torch.device("cuda", 1)
 STREAM: Any = SimpleNamespace(cuda_stream=7, synchronize=lambda: None)
 
 
+with_tickets: list[Any] = []  # streams
+
+
 class FakeStream:
     def __init__(self, where: torch.device, *, priority: int) -> None:
         assert (where, priority) == (GPU, -1)
@@ -38,6 +41,8 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda where: SimpleNamespace(multi_processor_count=132))
     for name in ("PageIdUploads", "SyncWords", "event_pool"):
         monkeypatch.setattr(gpu_context, name, lambda where: SimpleNamespace())
+    monkeypatch.setattr(gpu_context, "tickets_of", with_tickets.append)
+    with_tickets.clear()
     monkeypatch.setattr(driver, "ignore_captures", lambda: None)
     monkeypatch.setattr(driver, "make_current", lambda where: None)
 
@@ -46,6 +51,14 @@ def claim(made: GpuContext, *waits: Any, request: str) -> Any:
     """The stream that `GpuContext.claim` gives."""
     given = made.claim(waits, request)
     return None if given is None else given.stream
+
+
+@pytest.mark.usefixtures("_gpu")
+def test_all_side_streams_have_tickets_before_anything_is_copied() -> None:
+    made = GpuContext(GPU, blocks=16)
+    waiting = [claim(made, request=f"request {number}") for number in range(num_waiting_streams())]
+    assert set(with_tickets) == {made.outgoing, made.incoming, *waiting}
+    assert made.loop_stream in with_tickets
 
 
 @pytest.mark.usefixtures("_gpu")

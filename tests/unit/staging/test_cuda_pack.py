@@ -117,8 +117,7 @@ def test_kernels_for_lists_what_is_launched(checksum: bool) -> None:
     ):
         (shape,) = shapes(packer)
         found = [(kernel.kernel, kernel.constants) for kernel in packer.kernels_for(checksum=checksum)]
-        params = kernel_launch.kernel_params(shape)
-        copies = [(page_copy.copy, kernel_launch._constants(copy, params))]
+        copies = [(page_copy.copy, kernel_launch.kernel_params(shape, copy).constants)]
         sums = [(checksum_kernel.sum_pairs, checksum_launch._constants(shape, summing))]
         assert found == copies + sums[: int(checksum)]
 

@@ -64,7 +64,7 @@ _FUNCTION, _THREADS, _SHARED, _PARAMS, _EXTRA, _TABLE, _ROWS, _STRIPE = (8 * i f
 _PAIR_WORDS, _TILE_WORDS, _BLOCKS, _PAIR_NBYTES, _PAIR_RUNS, _ALIGNED, _SCALES = (8 * i for i in range(13, 20))
 # Offsets in a kernel's parameters: see `torchkv.kernels.page_copy.copy`. Those of two 32-bit values are of the first.
 # In those of `torchkv.kernels.page_convert.convert` the address of the scales comes before these.
-_JOBS, _SRC_IDS, _DST_IDS, _STAGE, _STAGE_STRIDE, _NUM_JOBS_AND_RANK = 0, 8, 16, 24, 32, 48
+_JOBS, _SRC_IDS, _DST_IDS, _STAGE, _STAGE_STRIDE, _NUM_JOBS_AND_RANK = 0, 8, 16, 24, 32, 56
 
 
 # What a piece holds: the layers at positions [first, last), of the writer's pages a first one and how many; then tokens

@@ -311,7 +311,7 @@ class Registration:
     def _make_core(self) -> Core | None:
         """The resident loop; None where it cannot work: then Python does everything."""
         try:
-            device = None if self.gpu is None else loop_device(self.gpu.incoming, self.gpu.activate_thread)
+            device = None if self.gpu is None else loop_device(self.gpu.loop_stream, self.gpu.activate_thread)
             copiers = 0 if self.gpu is not None else self.options.copiers  # kernels copy what lies on a GPU
             return Core(self.rank, device=device, copiers=copiers, recorded=self.options.recorded)
         except TransportUnavailable as error:

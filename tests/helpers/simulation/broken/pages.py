@@ -11,8 +11,11 @@ from torchkv.core import core
 from torchkv.core.loop import copying, sending, stripes, unpacking
 from torchkv.core.receives import Receives, with_slot
 from torchkv.engine.resident.routes import _Positions
+from torchkv.kernels import page_copy
 from torchkv.kernels.copies import ScaleTable
-from torchkv.kernels.launch import ConvertParams
+from torchkv.kernels.launch import KernelParams, kernel_params
+from torchkv.layout.kernel_geometry import Geometry
+from torchkv.transfer import launch_table
 
 __all__ = ["CONVERTS_BREAKS", "CONVERTS_GPUS_STAGED_BREAKS", "CONVERTS_STAGED_BREAKS", "STATES_BREAKS"]
 
@@ -37,7 +40,12 @@ def _gives_kernels_one_scale_a_job() -> None:
 
 def _counts_stages_as_pages() -> None:
     """A kernel that packs, or unpacks, takes what it reads or writes there for pages of the receiver."""
-    swap(ConvertParams, stage_nbytes=lambda self, mode: self.dst_nbytes)
+
+    def counted(geometry: Geometry, mode: int) -> KernelParams:
+        params = kernel_params(geometry, mode)
+        return params._replace(pair_nbytes=kernel_params(geometry, page_copy.DIRECT).pair_nbytes)
+
+    swap(launch_table, kernel_params=counted)
 
 
 def _takes_states_for_pages() -> None:
