@@ -43,6 +43,7 @@ NVSHMEM_PUT = Lane("nvshmem-put", ("nvshmem/",), adopted=False, options=(("trans
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn, "uint8": torch.uint8}
 WIDE, MLA = {"num_kv_heads": 8, "head_dim": 128}, {"latent_dim": 512, "rope_dim": 64}
+NARROWER = {"num_kv_heads": 8, "head_dim": 64}  # of which a page of 32 tokens can be staged by these lanes
 GPU_CASES = [
     *CASES,
     *(case(f"1to1-{name}", tp(gqa, (0,), dtype=dtype), tp(gqa, (2,), dtype=dtype)) for name, dtype in DTYPES.items()),
@@ -53,7 +54,7 @@ GPU_CASES = [
     # Of the size of real models: wide runs, whose pages are copied in several steps.
     case("2to1-wide", tp(gqa, (0, 1), **WIDE), tp(gqa, (2,), **WIDE), tokens=400, verb="send_slice"),
     case("1to2-wide-NHDtoHND", tp(gqa, (0,), **WIDE), tp(gqa, (2, 3), order="HND", **WIDE), tokens=400, chunks=2),
-    case("64to16-wide", tp(gqa, (0, 1), page_size=64, **WIDE), tp(gqa, (2,), **WIDE), tokens=400),
+    case("32to16-wide", tp(gqa, (0, 1), page_size=32, **NARROWER), tp(gqa, (2,), **NARROWER), tokens=400),
     case("mla-striped-wide", tp(mla, (0, 1), **MLA), tp(mla, (2,), page_size=64, **MLA), tokens=400, chunks=2),
 ]
 
