@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 
 from torchkv.arrays import Int64Array
-from torchkv.core import posting
+from torchkv.core import posting, steering
 from torchkv.core.device import NO_GATE, Gate, LoopDevice
 from torchkv.core.events import Events
 from torchkv.core.led_rounds import LedRounds
@@ -23,6 +23,7 @@ from torchkv.core.loop.limits import (
 from torchkv.core.loop.state.peers import Peer
 from torchkv.core.loop.state.requests import Op, Send
 from torchkv.core.loop.state.world import word_at
+from torchkv.core.loop.thread import run
 from torchkv.core.news import News
 from torchkv.core.operations import Operations
 from torchkv.core.peers import LoopPeers, NetworkLane
@@ -208,7 +209,7 @@ class Core:
 
     def rouse(self) -> None:
         """A command comes soon: the loop is to spin until it is there, where it ever spins. Any thread."""
-        posting.rouse(self._address)
+        steering.rouse(self._address)
 
     @property
     def has_room(self) -> bool:
@@ -324,7 +325,7 @@ class Core:
         if not send["network"] or op["posted"] <= peer["flushed"]:
             return 0
         peer["wanted"], world["under_way"] = max(int(peer["wanted"]), int(op["posted"])), 1
-        posting.wake_loop(self._address)
+        steering.wake_loop(self._address)
         return int(op["posted"])
 
     def end_send(self, flow: int) -> None:
@@ -366,7 +367,7 @@ class Core:
         """Whether Python's thread is woken for every grant that the loop does not bind, because requests wait there."""
         self._words[word_at("heed") // 8] = heeds
         if heeds and self.events.pending:  # a grant among them did not wake it
-            posting.wake_driver(self._address)
+            steering.wake_driver(self._address)
 
 
 @at_register
@@ -415,15 +416,14 @@ def warm_up() -> None:
         grants.greet(world, 0)
         emit(world, CUT, 0, 0)
     core.runner.step()
-    posting.wake_loop(core._address)
-    posting.spin_for_news(core._address, -1, 0)
-    posting.wait_news(core._address, -1, 0)
-    posting.wake_waiters(core._address)
-    posting.wake_driver(core._address)
-    posting.try_hold(core._address, 0)
-    posting.let_go(core._address)
+    steering.wake_loop(core._address)
+    steering.wait_news(core._address, -1, 0)
+    steering.wake_waiters(core._address)
+    steering.wake_driver(core._address)
+    steering.try_hold(core._address, 0)
+    steering.let_go(core._address)
     posting.hand_over(core._address, core.operations.of_op(0))
-    posting.wake_copiers(core._address)
-    posting.stop(core._address)
-    loop.run(world)
+    steering.wake_copiers(core._address)
+    steering.stop(core._address)
+    run(world)
     copying.run_copier(world, 0)

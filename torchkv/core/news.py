@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from torchkv.core import posting
+from torchkv.core import steering
 from torchkv.core.loop.state.world import word_at
 
 if TYPE_CHECKING:
@@ -15,9 +15,7 @@ __all__ = ["News"]
 
 SLICE = 0.1  # seconds of one sleep of `News.wait`: then signals of Python are served
 
-_NEWS, _SLEEPERS, _LISTENERS, _TAIL, _HEAD = (
-    word_at(name) // 8 for name in ("news", "sleepers", "listeners", "event_tail", "event_head")
-)
+_NEWS, _LISTENERS, _TAIL, _HEAD = (word_at(name) // 8 for name in ("news", "listeners", "event_tail", "event_head"))
 
 
 class News:
@@ -39,34 +37,28 @@ class News:
     def wait(self, seen: int, seconds: float, *, listens: bool = False) -> None:
         """Waits, without the GIL, until ``count`` is not ``seen``, for so long or `SLICE` at most.
 
-        Spins first, as the loop does: not where cores are few. listens: for any event, not only for what may end a
-        request. Returns at once if there is one that nobody has taken.
+        Spins first, as the loop does; where cores are few it runs the loop instead. listens: for any event, not only
+        for what may end a request. Returns at once if there is one that nobody has taken.
         """
         nanoseconds = int(min(seconds, SLICE) * 1e9)
         if not listens:
             self._wait(seen, nanoseconds)
             return
-        self._count(_LISTENERS, 1)
+        self._listen(1)
         try:
             if self._words[_TAIL] == self._words[_HEAD]:
                 self._wait(seen, nanoseconds)
         finally:
-            self._count(_LISTENERS, -1)
+            self._listen(-1)
 
     def _wait(self, seen: int, nanoseconds: int) -> None:
-        posting.rouse(self._address)  # what is awaited has to pass the loop first
-        if posting.spin_for_news(self._address, seen, nanoseconds):
-            return
-        self._count(_SLEEPERS, 1)
-        try:
-            posting.wait_news(self._address, seen, nanoseconds)
-        finally:
-            self._count(_SLEEPERS, -1)
+        steering.rouse(self._address)  # what is awaited has to pass the loop first
+        steering.wait_news(self._address, seen, nanoseconds)
 
-    def _count(self, word: int, change: int) -> None:
+    def _listen(self, change: int) -> None:
         with self._counting:
-            self._words[word] += change
+            self._words[_LISTENERS] += change
 
     def add(self) -> None:
         """Changes ``count`` and wakes the threads in `wait`: Python has completed a call."""
-        posting.wake_waiters(self._address)  # also if nobody sleeps yet: somebody may be about to
+        steering.wake_waiters(self._address)  # also if nobody sleeps yet: somebody may be about to

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from torchkv.arrays import Int64Array
-from torchkv.core import posting
+from torchkv.core import steering
 from torchkv.core.loop import grants, loop, mailbox, network, staging, unpacking
 from torchkv.core.loop.codes import CREDIT, CUT, FREE
 from torchkv.core.loop.events import emit
@@ -292,7 +292,7 @@ class LoopPeers:
             if peer["taken"] and not peer["crediting"]:  # the last CREDIT may be lost with the lane before
                 peer["crediting"] = 1
                 mailbox.owe(self._runner.world, CREDIT, slot, 0, 0)
-        posting.wake_loop(self._runner.address)
+        steering.wake_loop(self._runner.address)
         return lane
 
     def _use_worker(self, native: NativeChannel) -> None:
@@ -305,12 +305,12 @@ class LoopPeers:
 
     def cut(self, rank: int, lane: NetworkLane) -> None:
         """The endpoint of a lane ends: nothing uses it after this. Any thread, without the engine's lock."""
-        posting.hold(self._runner.address)
+        steering.hold(self._runner.address)
         try:
             if self._lanes.get(rank) is lane:
                 self._cut(rank)
         finally:
-            posting.let_go(self._runner.address)
+            steering.let_go(self._runner.address)
 
     def _cut(self, rank: int) -> None:
         """While the loop stands still."""
@@ -356,7 +356,7 @@ class LoopPeers:
         untold, waiting = peer["piece_head"] < peer["piece_tail"], peer["freed"] < peer["packed"]
         if untold or waiting:
             self._memory[0]["under_way"] = 1
-            posting.wake_loop(self._runner.address)
+            steering.wake_loop(self._runner.address)
         return int(peer["piece_tail"]) if untold else 0, int(peer["packed"]) if waiting else 0
 
     def has_piece(self, rank: int, lane: NetworkLane | None, piece: int) -> bool:
@@ -406,4 +406,4 @@ class LoopPeers:
     def hear_network(self) -> None:
         """Has the loop look for messages of the network, if it expects none."""
         if self._lanes and not self.drives_transport:
-            posting.wake_loop(self._runner.address)
+            steering.wake_loop(self._runner.address)

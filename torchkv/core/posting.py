@@ -13,42 +13,30 @@ from numba.extending import intrinsic
 
 from torchkv.arrays import Int64Array
 from torchkv.core import journal
-from torchkv.core.loop import copying, grants
-from torchkv.core.loop.codes import CLOCK, FINISH, OPEN, POST, ROUND, START, SYSCALL, WAIT, WAITING, YIELD
-from torchkv.core.loop.events import tell_driver, tell_waiters
+from torchkv.core.loop import grants, thread
+from torchkv.core.loop.codes import FINISH, OPEN, POST, ROUND, START, WAIT, WAITING
 from torchkv.core.loop.grants import IDS_AT
-from torchkv.core.loop.limits import COMMANDS, FLIGHT
-from torchkv.core.loop.mailbox import NAPPING, ring
+from torchkv.core.loop.limits import COMMANDS
+from torchkv.core.loop.mailbox import NAPPING
 from torchkv.core.loop.state.requests import Send, Way
 from torchkv.core.loop.state.world import WAY, WORLD, World, word_at
-from torchkv.host.atomics import copy_bytes, exchange, fence, load, store
-from torchkv.host.futex import call_yield, futex_wait
-from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns
+from torchkv.host.atomics import copy_bytes, fence, load, store
+from torchkv.host.jit import compiled_with_gil
 from torchkv.host.page_id_check import copy_ids
 
 __all__ = [
     "add_writer",
     "finish_send",
     "hand_over",
-    "hold",
-    "let_go",
     "meet",
     "open_receive",
     "open_round",
     "open_send",
     "post_grant",
     "post_receive",
-    "spin_for_news",
     "start_more",
     "start_op",
-    "stop",
-    "try_hold",
     "wait_for_grant",
-    "wait_news",
-    "wake_copiers",
-    "wake_driver",
-    "wake_loop",
-    "wake_waiters",
 ]
 
 
@@ -78,8 +66,7 @@ _record_at = _plain if numba.config.DISABLE_JIT else _compiled
 world_at: Callable[[int], World] = _record_at(WORLD)
 way_at: Callable[[int], Way] = _record_at(WAY)
 
-_TAIL, _LOCK, _WANTED, _NEWS = (word_at(name) for name in ("command_tail", "lock", "wanted", "news"))
-_STOP, _FLYING, _SEALS, _ROUSED = word_at("stop"), word_at("flying"), word_at("seals"), word_at("roused")
+_TAIL = word_at("command_tail")
 
 
 @compiled_with_gil
@@ -93,7 +80,7 @@ def _command(world: World, kind: int, index: int) -> None:
     fence()
     # An op does not end the loop's nap: to wake it would cost the caller more than the rest of the verb.
     if kind != START or load(world["bell"]) != NAPPING:
-        ring(world, world["bell"])
+        thread.obey(world)
 
 
 @compiled_with_gil
@@ -395,106 +382,3 @@ def open_round(address: int, index: int, members: Int64Array) -> None:
 def hand_over(address: int, number: int) -> None:
     """Python records an operation from now on. While the loop stands still."""
     journal.hand_over(world_at(address), number)
-
-
-@compiled
-def hold(address: int) -> None:
-    """Makes the loop stand still, at the end of its step. Until `let_go`, the caller may change everything."""
-    world = world_at(address)
-    store(address + _WANTED, 1)
-    while exchange(address + _LOCK, 1) != 0:
-        call_yield(world["functions"][YIELD], 0)
-
-
-@compiled
-def try_hold(address: int, nanoseconds: int) -> bool:
-    """As `hold`, but False, and the loop goes on, if its step does not end within so long: it hangs."""
-    world = world_at(address)
-    scratch = np.zeros(2, dtype=np.int64)
-    clock = world["functions"][CLOCK]
-    until = monotonic_ns(clock, scratch) + nanoseconds
-    store(address + _WANTED, 1)
-    while exchange(address + _LOCK, 1) != 0:
-        if monotonic_ns(clock, scratch) > until:
-            store(address + _WANTED, 0)
-            return False
-        call_yield(world["functions"][YIELD], 0)
-    return True
-
-
-@compiled_with_gil
-def let_go(address: int) -> None:
-    """Lets the loop go on after `hold`."""
-    store(address + _LOCK, 0)
-    store(address + _WANTED, 0)
-
-
-@compiled_with_gil
-def stop(address: int) -> None:
-    """Ends `run`."""
-    world = world_at(address)
-    store(address + _STOP, 1)
-    ring(world, world["bell"])
-
-
-@compiled_with_gil
-def wake_copiers(address: int) -> None:
-    """Has the copiers see that they are to stop. Once the loop has ended."""
-    copying.wake_copiers(world_at(address))
-
-
-@compiled_with_gil
-def wake_loop(address: int) -> None:
-    """Has the loop look for work."""
-    world = world_at(address)
-    ring(world, world["bell"])
-
-
-@compiled_with_gil
-def rouse(address: int) -> None:
-    """Something comes for the loop soon: if it ever spins, it is woken, or kept from falling asleep, to spin for it."""
-    world = world_at(address)
-    if world["spin"] > 0:
-        store(address + _ROUSED, 1)
-        ring(world, world["bell"])
-
-
-@compiled_with_gil
-def wake_driver(address: int) -> None:
-    """Wakes Python's own thread."""
-    tell_driver(world_at(address))
-
-
-@compiled_with_gil
-def wake_waiters(address: int) -> None:
-    """Wakes callers that wait for news: Python has completed something."""
-    world = world_at(address)
-    tell_waiters(world)
-
-
-@compiled
-def spin_for_news(address: int, seen: int, nanoseconds: int) -> bool:
-    """Whether ``news`` stops being ``seen`` while the loop would spin, too, or for so long: a sleep takes longer."""
-    world = world_at(address)
-    scratch = np.zeros(2, dtype=np.int64)
-    clock, news, spin = world["functions"][CLOCK], address + _NEWS, world["spin"]
-    began = since = monotonic_ns(clock, scratch)
-    limit = min(FLIGHT, nanoseconds)
-    while load(news) == seen:
-        now = monotonic_ns(clock, scratch)
-        if load(address + _FLYING) > 0 or load(address + _SEALS) > 0:
-            since = now
-        if now - since >= spin or now - began >= limit:
-            break
-        call_yield(world["functions"][YIELD], 0)
-    return bool(load(news) != seen)
-
-
-@compiled
-def wait_news(address: int, seen: int, nanoseconds: int) -> None:
-    """Sleeps until ``news`` is no longer ``seen``, for so long at most. The caller is counted among ``sleepers``."""
-    world = world_at(address)
-    scratch = np.zeros(2, dtype=np.int64)
-    news = address + _NEWS
-    if load(news) == seen:
-        futex_wait(world["functions"][SYSCALL], world["futex"], news, seen, nanoseconds, scratch)

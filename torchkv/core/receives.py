@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchkv.arrays import Int64Array
-from torchkv.core import posting
+from torchkv.core import posting, steering
 from torchkv.core.loop import loop, receiving
 from torchkv.core.loop.codes import DONE, FREE, GRANT, POSTED
 from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_INTERVALS, MAX_PEERS, MAX_WRITERS
@@ -153,7 +153,7 @@ class Receives:
             posting.add_writer(self._address, flow, self._slots[rank], layers, states, size, *pieces, last)
         if network:
             self._count_network(flow)
-            posting.wake_loop(self._address)
+            steering.wake_loop(self._address)
 
     def _count_network(self, flow: int) -> None:
         """The transport is driven from now on, as `posting` has it for sends."""

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from torchkv.arrays import Int64Array
-from torchkv.core import posting
+from torchkv.core import steering
 from torchkv.core.device import LoopDevice
 from torchkv.core.journal import OPERATION_WORDS
 from torchkv.core.loop import copying, loop
@@ -29,6 +29,7 @@ from torchkv.core.loop.limits import (
     RECORD_NBYTES,
 )
 from torchkv.core.loop.state.world import WORLD, World
+from torchkv.core.loop.thread import run
 from torchkv.errors import TransportUnavailable
 from torchkv.host import spin_wait
 from torchkv.host.jit import libc_functions
@@ -114,16 +115,16 @@ class Runner:
         spin_wait.wake_on_time()
         if self._device is not None:
             self._device.activate()
-        loop.run(self.world)
+        run(self.world)
 
     def stop(self) -> None:
         """Ends the threads. Idempotent. In a forked child there are none."""
         atexit.unregister(self.stop)
         threads, self._threads = self._threads, []
         if threads and os.getpid() == self._pid:
-            posting.stop(self.address)
+            steering.stop(self.address)
             threads[0].join()
-            posting.wake_copiers(self.address)
+            steering.wake_copiers(self.address)
             for copier in threads[1:]:
                 copier.join()
 
@@ -137,18 +138,18 @@ class Runner:
         if self._holding:
             yield
             return
-        posting.hold(self.address)
+        steering.hold(self.address)
         self._holding = True
         try:
             yield
         finally:
             self._holding = False
-            posting.let_go(self.address)
+            steering.let_go(self.address)
 
     @contextmanager
     def standing_still_within(self, seconds: float) -> Iterator[bool]:
         """As `standing_still`, unless the loop hangs, and does not stand still within so long: then False."""
-        held = self._holding or posting.try_hold(self.address, int(seconds * 1e9))
+        held = self._holding or steering.try_hold(self.address, int(seconds * 1e9))
         if not held or self._holding:
             yield held
             return
@@ -157,4 +158,4 @@ class Runner:
             yield True
         finally:
             self._holding = False
-            posting.let_go(self.address)
+            steering.let_go(self.address)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from torchkv.bench.scale.loops import Pair
-from torchkv.core import posting
+from torchkv.core import steering
 from torchkv.core.loop.mailbox import ASLEEP
 from torchkv.core.runner import Runner
 from torchkv.host.atomics import load
@@ -47,12 +47,12 @@ def until(happens: Callable[[], bool]) -> None:
 def test_a_loop_that_sleeps_is_woken_and_spins(runner: Runner) -> None:
     runner.world["spin"] = LONG
     for _ in range(2):  # the second time it is awake already
-        posting.rouse(runner.address)
+        steering.rouse(runner.address)
         until(lambda: runner.world["roused"] == 0)
         assert at(runner.world["bell"]) == 0
 
 
 def test_where_cores_are_few_nobody_is_woken(runner: Runner) -> None:
-    posting.rouse(runner.address)
+    steering.rouse(runner.address)
     assert runner.world["roused"] == 0
     until(lambda: at(runner.world["bell"]) == ASLEEP)  # it looks up now and then by itself

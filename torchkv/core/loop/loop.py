@@ -1,15 +1,12 @@
-"""The resident loop itself: `step` does what there is to do, `run` calls it until it is told to stop. Compiled."""
+"""The resident loop itself: `step` does what there is to do. `thread` calls it until it is told to stop. Compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from torchkv.core.journal import begin, now
 from torchkv.core.loop.codes import (
     AUX,
-    CLOCK,
     CREDIT,
     CUT,
     DECIDED,
@@ -25,12 +22,10 @@ from torchkv.core.loop.codes import (
     STAGED,
     START,
     STRAY,
-    SYSCALL,
     VERDICT,
     WAIT,
     WAITING,
     WRITTEN,
-    YIELD,
 )
 from torchkv.core.loop.copying import queue_op
 from torchkv.core.loop.events import emit, event_room
@@ -46,8 +41,8 @@ from torchkv.core.loop.grants import (
     pay_hello,
     wait_for_grant,
 )
-from torchkv.core.loop.limits import COMMANDS, DUE, FLIGHT, MAX_OPS, RECORD_NBYTES
-from torchkv.core.loop.mailbox import ASLEEP, NAPPING, SEALS_AT, owe, seal_if_done, take, waiting
+from torchkv.core.loop.limits import COMMANDS, DUE, MAX_OPS, RECORD_NBYTES
+from torchkv.core.loop.mailbox import owe, seal_if_done, take
 from torchkv.core.loop.network import MISSED, NONE, drive, receive, received
 from torchkv.core.loop.receiving import pay_verdict
 from torchkv.core.loop.rounds import begin_round, on_decided, on_done, pay_decided, pay_done, pay_posted
@@ -65,30 +60,20 @@ from torchkv.core.loop.staging import forget_pieces, on_credit
 from torchkv.core.loop.state.world import World, word_at
 from torchkv.core.loop.stripes import granted_to
 from torchkv.core.loop.unpacking import follow, land, on_staged, pay_credit, unpack_room
-from torchkv.host.atomics import exchange, fence, load, store
-from torchkv.host.futex import call_yield, futex_wait
-from torchkv.host.jit import compiled, monotonic_ns
+from torchkv.host.atomics import load, store
+from torchkv.host.jit import compiled
 
 __all__ = [
     "drop",
     "drop_due",
     "drop_due_to",
-    "run",
-    "seals_expected",
     "settle",
     "step",
     "step_first",
 ]
 
 _HEARD = 64  # records of one mailbox in one step
-_SLEEP = 500_000_000  # nanoseconds: the loop looks up now and then even if nobody wakes it
-_NAP = 50_000  # nanoseconds, while it waits for room in a mailbox, or while callers send layer after layer
-_LONG_NAP = 2_000_000  # the longest between two looks at the network
-_PATIENCE = 32  # and it naps for no more than this part of the time in which nothing has come
-_GRACE = 200_000_000  # nanoseconds after the last flow through the network, in which Python's thread notices that
-_ATTENTIVE = 2_000_000  # nanoseconds without work after which it sleeps even if a send is not finished
-_TAIL, _HEAD, _LOCK = word_at("command_tail"), word_at("command_head"), word_at("lock")
-_WANTED, _STOP, _NETWORK, _ROUSED = word_at("wanted"), word_at("stop"), word_at("network"), word_at("roused")
+_TAIL, _HEAD = word_at("command_tail"), word_at("command_head")
 
 
 @compiled
@@ -408,92 +393,3 @@ def drop_due_to(world: World, peer: int) -> None:
             to[0], to[1], to[2] = due[0], due[1], due[2]
             kept += 1
     world["due_tail"] = kept
-
-
-@compiled
-def run(world: World) -> None:
-    """Steps until ``stop`` is set. Spins a while when there is nothing to do, then sleeps until the bell is rung."""
-    address, bell = world["address"], world["bell"]
-    scratch = np.zeros(2, dtype=np.int64)
-    idle_since = since = 0
-    while load(address + _STOP) == 0:
-        if load(address + _WANTED) != 0 or exchange(address + _LOCK, 1) != 0:
-            call_yield(world["functions"][YIELD], 0)
-            continue
-        busy = step(world)
-        store(address + _LOCK, 0)
-        if busy:
-            idle_since = 0
-            continue
-        # Nobody rings when a full mailbox has room again.
-        unpacking = world["unpack_head"] != world["unpack_tail"]
-        blocked = world["queue_head"] != world["queue_tail"] or world["due_head"] != world["due_tail"]
-        blocked = blocked or unpacking or world["untold"] > 0
-        now = monotonic_ns(world["functions"][CLOCK], scratch)
-        seals = seals_expected(world)
-        if idle_since == 0 or seals > world["seals"] or load(address + _ROUSED) != 0:
-            idle_since = now
-            store(address + _ROUSED, 0)
-        world["seals"] = seals
-        since = _drives_since(world, now, since)
-        expecting = world["flying"] > 0 or unpacking or (seals > 0 and world["spin"] > 0)
-        if now - idle_since < (FLIGHT if expecting else world["spin"]):
-            call_yield(world["functions"][YIELD], 0)
-            continue
-        nap = _NAP if blocked or (world["unfinished"] > 0 and now - idle_since < _ATTENTIVE) else _SLEEP
-        if world["driving"] != 0:
-            nap = min(nap, _network_nap(now - idle_since))
-        state = NAPPING if nap <= _NAP else ASLEEP
-        store(bell, state)
-        fence()
-        if not _has_work(world):
-            futex_wait(world["functions"][SYSCALL], world["futex"], bell, state, nap, scratch)
-            if load(bell) == 0:  # rung, by somebody who has work for it, or soon will
-                idle_since = 0
-        store(bell, 0)
-
-
-@compiled
-def seals_expected(world: World) -> int:
-    """Peers that soon send a seal."""
-    peers = 0
-    for slot in range(world["num_peers"]):
-        head = world["peers"][slot]["inbox_head"]
-        if head != 0 and load(head + SEALS_AT) > 0:
-            peers += 1
-    return peers
-
-
-@compiled
-def _drives_since(world: World, now: int, since: int) -> int:
-    """Decides whether to go on driving the transport. The time of the last look at which there was a reason to."""
-    if load(world["address"] + _NETWORK) > 0 or world["under_way"] > 0:
-        since = now
-        world["driving"] = 1
-    elif now - since > _GRACE:
-        world["driving"] = 0
-    return since
-
-
-@compiled
-def _network_nap(idle: int) -> int:
-    """Nanoseconds to sleep before the next look at the network, in which nothing has happened for so long.
-
-    So waiting takes a few percent longer at most. Naps of one length would take the loop's core from an engine whose
-    requests wait for whole forwards: at 50 us a tenth of it, and what its caches hold.
-    """
-    return max(_NAP, min(idle // _PATIENCE, _LONG_NAP))
-
-
-@compiled
-def _has_work(world: World) -> bool:
-    """Whether somebody has stored something for this loop before the bell said that it sleeps."""
-    address = world["address"]
-    if load(address + _TAIL) != world["command_head"] or load(address + _STOP) != 0:
-        return True
-    if seals_expected(world) > world["seals"]:
-        return True
-    for source in range(world["num_peers"]):
-        if world["peers"][source]["inbox"] != 0 and waiting(world["peers"][source]):
-            return True
-    return False

@@ -18,7 +18,7 @@ seals that are due here as soon as its kernels end: until they come, the owner's
 
 The *bell* is `ASLEEP` while the owner's loop sleeps, and `NAPPING` while it soon wakes by itself. Who has stored
 something for it fences, and looks at the bell; the owner stores to the bell, fences, and looks for work. So one of the
-two sees the other.
+two sees the other. It is `ATTENDED` while a caller runs the loop, instead of its thread: then nobody has to be woken.
 
 What a mailbox proves: its segment can be mapped by processes of this user that know its random name, as the pages can
 that the records speak of. So records carry no MAC. The reader checks every field of each: bounds, that the flow is in
@@ -32,12 +32,13 @@ from torchkv.core.loop.limits import DUE, GRANTED_IDS, MAILBOX_RECORDS, MAX_FLOW
 from torchkv.core.loop.network import record_room, send
 from torchkv.core.loop.state.peers import Peer, Record
 from torchkv.core.loop.state.world import GRANT_NBYTES, World, word_at
-from torchkv.host.atomics import copy_bytes, fence, load, store
+from torchkv.host.atomics import copy_bytes, exchange_if, fence, load, store
 from torchkv.host.futex import futex_wake
 from torchkv.host.jit import compiled
 
 __all__ = [
     "ASLEEP",
+    "ATTENDED",
     "GRANTS_AT",
     "GRANT_SLOT",
     "LINE",
@@ -59,7 +60,7 @@ __all__ = [
     "write_brief",
 ]
 
-ASLEEP, NAPPING = 1, 2  # of a bell
+ASLEEP, NAPPING, ATTENDED = 1, 2, 3  # of a bell; 0 while the loop's thread is awake
 _SEQ = 56  # offset of a record's ``seq``
 LINE = 128
 _RECORD = word_at("record")
@@ -83,8 +84,8 @@ def ring(world: World, bell: int) -> None:
     if bell == 0:  # of a peer that is reached through the network
         return
     fence()
-    if load(bell) != 0:
-        store(bell, 0)
+    state = load(bell)
+    if state != 0 and state != ATTENDED and exchange_if(bell, state, 0) == state:
         futex_wake(world["functions"][SYSCALL], world["futex"], bell)
 
 

@@ -1,0 +1,152 @@
+"""What Python does to the resident loop as a whole: holds it still, wakes it, waits for its news. Compiled.
+
+address: of the loop's `World`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchkv.core.loop import copying, thread
+from torchkv.core.loop.codes import CLOCK, SYSCALL, YIELD
+from torchkv.core.loop.events import tell_driver, tell_waiters
+from torchkv.core.loop.limits import FLIGHT
+from torchkv.core.loop.mailbox import ring
+from torchkv.core.loop.state.world import World, word_at
+from torchkv.core.posting import world_at
+from torchkv.host.atomics import exchange, exchange_if, load, store
+from torchkv.host.futex import call_yield, futex_wait
+from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns
+
+__all__ = [
+    "hold",
+    "let_go",
+    "rouse",
+    "stop",
+    "try_hold",
+    "wait_news",
+    "wake_copiers",
+    "wake_driver",
+    "wake_loop",
+    "wake_waiters",
+]
+
+_LOCK, _WANTED, _NEWS, _STOP = (word_at(name) for name in ("lock", "wanted", "news", "stop"))
+_FLYING, _SEALS, _ROUSED, _SLEEPERS = (word_at(name) for name in ("flying", "seals", "roused", "sleepers"))
+
+
+@compiled
+def hold(address: int) -> None:
+    """Makes the loop stand still, at the end of its step. Until `let_go`, the caller may change everything."""
+    world = world_at(address)
+    store(address + _WANTED, 1)
+    while exchange(address + _LOCK, 1) != 0:
+        call_yield(world["functions"][YIELD], 0)
+
+
+@compiled
+def try_hold(address: int, nanoseconds: int) -> bool:
+    """As `hold`, but False, and the loop goes on, if its step does not end within so long: it hangs."""
+    world = world_at(address)
+    scratch = np.zeros(2, dtype=np.int64)
+    clock = world["functions"][CLOCK]
+    until = monotonic_ns(clock, scratch) + nanoseconds
+    store(address + _WANTED, 1)
+    while exchange(address + _LOCK, 1) != 0:
+        if monotonic_ns(clock, scratch) > until:
+            store(address + _WANTED, 0)
+            return False
+        call_yield(world["functions"][YIELD], 0)
+    return True
+
+
+@compiled_with_gil
+def let_go(address: int) -> None:
+    """Lets the loop go on after `hold`."""
+    store(address + _LOCK, 0)
+    store(address + _WANTED, 0)
+
+
+@compiled_with_gil
+def stop(address: int) -> None:
+    """Ends `run`."""
+    world = world_at(address)
+    store(address + _STOP, 1)
+    ring(world, world["bell"])
+
+
+@compiled_with_gil
+def wake_copiers(address: int) -> None:
+    """Has the copiers see that they are to stop. Once the loop has ended."""
+    copying.wake_copiers(world_at(address))
+
+
+@compiled_with_gil
+def wake_loop(address: int) -> None:
+    """Has the loop look for work."""
+    world = world_at(address)
+    ring(world, world["bell"])
+
+
+@compiled_with_gil
+def rouse(address: int) -> None:
+    """Something comes for the loop soon: if it ever spins, it is woken, or kept from falling asleep, to spin for it."""
+    world = world_at(address)
+    if world["spin"] > 0:
+        store(address + _ROUSED, 1)
+        ring(world, world["bell"])
+
+
+@compiled_with_gil
+def wake_driver(address: int) -> None:
+    """Wakes Python's own thread."""
+    tell_driver(world_at(address))
+
+
+@compiled_with_gil
+def wake_waiters(address: int) -> None:
+    """Wakes callers that wait for news: Python has completed something."""
+    world = world_at(address)
+    tell_waiters(world)
+
+
+@compiled
+def wait_news(address: int, seen: int, nanoseconds: int) -> None:
+    """Waits until ``news`` is no longer ``seen``, for about so long at most, without taking the GIL in between.
+
+    Spins while the loop would, or runs the loop where cores are few, and then sleeps.
+    """
+    world = world_at(address)
+    if _spin(world, seen, nanoseconds) or thread.attend(world, seen, nanoseconds):
+        return
+    scratch = np.zeros(2, dtype=np.int64)
+    _add(address + _SLEEPERS, 1)
+    if load(address + _NEWS) == seen:
+        futex_wait(world["functions"][SYSCALL], world["futex"], address + _NEWS, seen, nanoseconds, scratch)
+    _add(address + _SLEEPERS, -1)
+
+
+@compiled
+def _spin(world: World, seen: int, nanoseconds: int) -> bool:
+    """Whether ``news`` stops being ``seen`` while the loop would spin, too, or for so long: a sleep takes longer."""
+    address = world["address"]
+    scratch = np.zeros(2, dtype=np.int64)
+    clock, news, spin = world["functions"][CLOCK], address + _NEWS, world["spin"]
+    began = since = monotonic_ns(clock, scratch)
+    limit = min(FLIGHT, nanoseconds)
+    while load(news) == seen:
+        now = monotonic_ns(clock, scratch)
+        if load(address + _FLYING) > 0 or load(address + _SEALS) > 0:
+            since = now
+        if now - since >= spin or now - began >= limit:
+            break
+        call_yield(world["functions"][YIELD], 0)
+    return bool(load(news) != seen)
+
+
+@compiled
+def _add(address: int, change: int) -> None:
+    """To a word that other threads change, too."""
+    before = load(address)
+    while exchange_if(address, before, before + change) != before:
+        before = load(address)
