@@ -162,6 +162,7 @@ class Core:
         self._kept_sends[flow] = [way]
         network = self._network(way)
         posting.wait_for_grant(self._address, flow, way.address, network, serial, begun, *hashes, writers)
+        self.runner.told()
         return flow
 
     def meet(
@@ -198,6 +199,7 @@ class Core:
         self._free_ops.pop()
         self._kept_sends[flow] = [way]
         self._kept_ops[index] = positions, copied
+        self.runner.told(op=True)
         return flow, index
 
     def _network(self, way: Way) -> int:
@@ -248,6 +250,7 @@ class Core:
         index = self._free_ops.pop()
         self._kept_ops[index] = positions, pages
         posting.start_op(self._address, index, flow, int(of_state), positions, pages, start, *gate, verb, staged)
+        self.runner.told(op=True)
         return index
 
     def start_more(
@@ -273,6 +276,7 @@ class Core:
             self._kept_ops[index] = None
             self._free_ops.append(index)
             return None
+        self.runner.told(op=True)
         return index
 
     def finish_send(self, flow: int, num_pages: int, aux: bytes, verb: int = 0) -> None:
@@ -281,6 +285,7 @@ class Core:
         data = np.frombuffer(aux, dtype=np.uint8)
         self._kept_sends[flow].append(data)
         posting.finish_send(self._address, flow, num_pages, data.ctypes.data if aux else 0, len(aux), verb)
+        self.runner.told()
 
     def spared(self, indices: list[int]) -> int:
         """Bytes of these ops' pages at the receiver less those that were staged for them."""
@@ -418,6 +423,8 @@ def warm_up() -> None:
     core.runner.step()
     steering.wake_loop(core._address)
     steering.wait_news(core._address, -1, 0)
+    steering.obey(core._address, 0)
+    steering.wait_left(core._address)
     steering.wake_waiters(core._address)
     steering.wake_driver(core._address)
     steering.try_hold(core._address, 0)

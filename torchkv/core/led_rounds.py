@@ -23,6 +23,7 @@ class LedRounds:
     """Of one loop. Under the engine's lock. slots: which peer of the loop a rank is: see `LoopPeers`."""
 
     def __init__(self, runner: Runner, slots: Mapping[int, int]) -> None:
+        self._runner = runner
         self._world = runner.world
         self._address = runner.address
         self._memory = runner.memory
@@ -41,6 +42,7 @@ class LedRounds:
         parts = [(self._slots[rank], flow, generation, done) for rank, flow, generation, done in members]
         self._kept[index] = np.array(parts, dtype=np.int64)
         posting.open_round(self._address, index, self._kept[index])
+        self._runner.told()
         return index
 
     def is_done(self, rank: int, flow: int, generation: int) -> bool:

@@ -13,13 +13,14 @@ from numba.extending import intrinsic
 
 from torchkv.arrays import Int64Array
 from torchkv.core import journal
-from torchkv.core.loop import grants, thread
+from torchkv.core.loop import grants
 from torchkv.core.loop.codes import FINISH, OPEN, POST, ROUND, START, WAIT, WAITING
 from torchkv.core.loop.grants import IDS_AT
 from torchkv.core.loop.limits import COMMANDS
-from torchkv.core.loop.mailbox import NAPPING
+from torchkv.core.loop.mailbox import NAPPING, ring
 from torchkv.core.loop.state.requests import Send, Way
 from torchkv.core.loop.state.world import WAY, WORLD, World, word_at
+from torchkv.core.loop.thread import may_run
 from torchkv.host.atomics import copy_bytes, fence, load, store
 from torchkv.host.jit import compiled_with_gil
 from torchkv.host.page_id_check import copy_ids
@@ -71,16 +72,18 @@ _TAIL = word_at("command_tail")
 
 @compiled_with_gil
 def _command(world: World, kind: int, index: int) -> None:
-    """There is always room: no op and no flow has two commands in the ring."""
+    """There is always room: no op and no flow has two commands in the ring. `Runner.told` is to be called next."""
     tail = world["command_tail"]
     world["commands"][tail & (COMMANDS - 1)] = kind | index << 8
     store(world["address"] + _TAIL, tail + 1)
     if world["network"] > 0:
         world["driving"] = 1  # at once: Python's thread would take turns with the loop at the transport's lock
     fence()
+    if may_run(world):
+        return
     # An op does not end the loop's nap: to wake it would cost the caller more than the rest of the verb.
     if kind != START or load(world["bell"]) != NAPPING:
-        thread.obey(world)
+        ring(world, world["bell"])
 
 
 @compiled_with_gil

@@ -180,6 +180,7 @@ class Receives:
         body = self._peers.name_grant(flow, name)
         ids, slots = with_slot(pages, slot), 0 if slot is None else 1
         posting.post_grant(self._address, flow, body, *hashes, writers, prefix_tokens, len(name), ids, slots, serial)
+        self._runner.told()
 
     @property
     def has_room(self) -> bool:
@@ -236,6 +237,7 @@ class Receives:
             geometry,
             kernels,
         )
+        self._runner.told()
         return flow
 
     def untold(self, flow: int) -> tuple[list[int], bool]:

@@ -28,7 +28,7 @@ from torchkv.core.loop.limits import (
     MESSAGE_NBYTES,
     RECORD_NBYTES,
 )
-from torchkv.core.loop.state.world import WORLD, World
+from torchkv.core.loop.state.world import WORLD, World, word_at
 from torchkv.core.loop.thread import run
 from torchkv.errors import TransportUnavailable
 from torchkv.host import spin_wait
@@ -40,6 +40,7 @@ TURN = 1 << 20  # bytes
 CHUNK = 128 << 10  # bytes: ten microseconds or so
 PART = MESSAGE_NBYTES - RECORD_NBYTES  # bytes
 
+_SPIN = word_at("spin") // 8
 _FUNCTIONS = libc_functions("syscall", "sched_yield", "clock_gettime", "write")
 
 
@@ -124,9 +125,15 @@ class Runner:
         if threads and os.getpid() == self._pid:
             steering.stop(self.address)
             threads[0].join()
+            steering.wait_left(self.address)
             steering.wake_copiers(self.address)
             for copier in threads[1:]:
                 copier.join()
+
+    def told(self, *, op: bool = False) -> None:
+        """To be called after each command: where callers may run the loop, nobody has woken it. op: it starts an op."""
+        if not self.words[_SPIN]:
+            steering.obey(self.address, int(op))
 
     def step(self) -> bool:
         """One turn, for a loop without a thread. Whether there was anything to do."""

@@ -14,16 +14,18 @@ from torchkv.core.loop.limits import FLIGHT
 from torchkv.core.loop.mailbox import ring
 from torchkv.core.loop.state.world import World, word_at
 from torchkv.core.posting import world_at
-from torchkv.host.atomics import exchange, exchange_if, load, store
+from torchkv.host.atomics import add, exchange, load, store
 from torchkv.host.futex import call_yield, futex_wait
 from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns
 
 __all__ = [
     "hold",
     "let_go",
+    "obey",
     "rouse",
     "stop",
     "try_hold",
+    "wait_left",
     "wait_news",
     "wake_copiers",
     "wake_driver",
@@ -32,7 +34,8 @@ __all__ = [
 ]
 
 _LOCK, _WANTED, _NEWS, _STOP = (word_at(name) for name in ("lock", "wanted", "news", "stop"))
-_FLYING, _SEALS, _ROUSED, _SLEEPERS = (word_at(name) for name in ("flying", "seals", "roused", "sleepers"))
+_FLYING, _SEALS, _ROUSED = word_at("flying"), word_at("seals"), word_at("roused")
+_SLEEPERS, _ATTENDING = word_at("sleepers"), word_at("attending")
 
 
 @compiled
@@ -110,6 +113,22 @@ def wake_waiters(address: int) -> None:
     tell_waiters(world)
 
 
+@compiled_with_gil
+def obey(address: int, op: int) -> None:
+    """See `torchkv.core.loop.thread`. Does nothing where the loop was woken, or spins."""
+    world = world_at(address)
+    if thread.may_run(world):
+        thread.obey(world, op)
+
+
+@compiled
+def wait_left(address: int) -> None:
+    """Waits until no caller runs the loop any more, which was told to stop."""
+    world = world_at(address)
+    while load(address + _ATTENDING) != 0:
+        call_yield(world["functions"][YIELD], 0)
+
+
 @compiled
 def wait_news(address: int, seen: int, nanoseconds: int) -> None:
     """Waits until ``news`` is no longer ``seen``, for about so long at most, without taking the GIL in between.
@@ -120,10 +139,10 @@ def wait_news(address: int, seen: int, nanoseconds: int) -> None:
     if _spin(world, seen, nanoseconds) or thread.attend(world, seen, nanoseconds):
         return
     scratch = np.zeros(2, dtype=np.int64)
-    _add(address + _SLEEPERS, 1)
+    add(address + _SLEEPERS, 1)
     if load(address + _NEWS) == seen:
         futex_wait(world["functions"][SYSCALL], world["futex"], address + _NEWS, seen, nanoseconds, scratch)
-    _add(address + _SLEEPERS, -1)
+    add(address + _SLEEPERS, -1)
 
 
 @compiled
@@ -142,11 +161,3 @@ def _spin(world: World, seen: int, nanoseconds: int) -> bool:
             break
         call_yield(world["functions"][YIELD], 0)
     return bool(load(news) != seen)
-
-
-@compiled
-def _add(address: int, change: int) -> None:
-    """To a word that other threads change, too."""
-    before = load(address)
-    while exchange_if(address, before, before + change) != before:
-        before = load(address)

@@ -16,7 +16,7 @@ from llvmlite import ir
 
 from torchkv.host.jit import primitive
 
-__all__ = ["copy_bytes", "exchange", "exchange_if", "fence", "load", "store"]
+__all__ = ["add", "copy_bytes", "exchange", "exchange_if", "fence", "load", "store"]
 
 _WORD = ir.IntType(64)
 _BYTE_POINTER = ir.IntType(8).as_pointer()
@@ -42,6 +42,13 @@ def _plain_store(address: int, value: int) -> int:
 def _plain_exchange(address: int, value: int) -> int:
     word = _word(address)
     before, word.value = word.value, int(value)
+    return before
+
+
+def _plain_add(address: int, value: int) -> int:
+    word = _word(address)
+    before = word.value
+    word.value = before + int(value)
     return before
 
 
@@ -80,6 +87,8 @@ store = _primitive(2, lambda b, address, value: b.store_atomic(value, _at(b, add
 exchange = _primitive(
     2, lambda b, address, value: b.atomic_rmw("xchg", _at(b, address), value, "seq_cst"), _plain_exchange
 )
+# add(address, value): adds it and returns what was there, in the same order.
+add = _primitive(2, lambda b, address, value: b.atomic_rmw("add", _at(b, address), value, "seq_cst"), _plain_add)
 # exchange_if(address, expected, value): as `exchange`, if ``expected`` is there. Returns what was there.
 exchange_if = _primitive(3, _emit_exchange_if, _plain_exchange_if)
 # fence(): loads after it see what was stored before another thread's fence that came first.

@@ -9,11 +9,11 @@ from torchkv.core.loop.limits import FLIGHT
 from torchkv.core.loop.loop import step
 from torchkv.core.loop.mailbox import ASLEEP, ATTENDED, NAPPING, SEALS_AT, ring, waiting
 from torchkv.core.loop.state.world import World, word_at
-from torchkv.host.atomics import exchange, exchange_if, fence, load, store
+from torchkv.host.atomics import add, exchange, exchange_if, fence, load, store
 from torchkv.host.futex import call_yield, futex_wait
 from torchkv.host.jit import compiled, monotonic_ns
 
-__all__ = ["attend", "obey", "run", "seals_expected"]
+__all__ = ["attend", "may_run", "obey", "run", "seals_expected"]
 
 _SLEEP = 500_000_000  # nanoseconds: the loop looks up now and then even if nobody wakes it
 _NAP = 50_000  # nanoseconds, while it waits for room in a mailbox, or while callers send layer after layer
@@ -26,7 +26,7 @@ _IDLE = 100_000  # nanoseconds without work after which a caller leaves the loop
 _LITTLE = 1 << 16  # bytes that a caller copies at most in the loop's place before the call returns
 _CROWDED = 20_000  # nanoseconds of a look at nothing after which another thread must have had its core
 _TAIL, _LOCK, _WANTED, _STOP = (word_at(name) for name in ("command_tail", "lock", "wanted", "stop"))
-_NETWORK, _ROUSED, _NEWS = word_at("network"), word_at("roused"), word_at("news")
+_NETWORK, _ROUSED, _NEWS, _ATTENDING = (word_at(name) for name in ("network", "roused", "news", "attending"))
 
 
 @compiled
@@ -82,15 +82,25 @@ def attend(world: World, seen: int, nanoseconds: int) -> bool:
     for a while, too, and when another thread has taken the core. That it is not offered: a thread of this process that
     computes in Python would take the GIL with it, for five milliseconds.
     """
-    address, bell = world["address"], world["bell"]
-    if not _may_run(world):
+    if not may_run(world):
         return False
+    address = world["address"]
+    add(address + _ATTENDING, 1)  # whoever has the loop stop waits until it is 0 again
+    came = load(address + _STOP) == 0 and _attend(world, seen, nanoseconds)
+    add(address + _ATTENDING, -1)
+    return bool(came)
+
+
+@compiled
+def _attend(world: World, seen: int, nanoseconds: int) -> bool:
+    """`attend`, of a loop that nobody has told to stop."""
+    address, bell = world["address"], world["bell"]
     before = load(bell)
     if before == ATTENDED or exchange_if(bell, before, ATTENDED) != before:
         return False
     scratch = np.zeros(2, dtype=np.int64)
     began = idle_since = last = monotonic_ns(world["functions"][CLOCK], scratch)
-    while load(address + _NEWS) == seen and load(bell) == ATTENDED:
+    while load(address + _NEWS) == seen and load(bell) == ATTENDED and load(address + _STOP) == 0:
         busy = False
         if load(address + _WANTED) == 0 and exchange(address + _LOCK, 1) == 0:
             busy = step(world)
@@ -108,15 +118,17 @@ def attend(world: World, seen: int, nanoseconds: int) -> bool:
 
 
 @compiled
-def obey(world: World) -> None:
-    """Has the loop do what it was just told. If it sleeps the caller does it, where it may: to wake it takes longer.
+def obey(world: World, op: int) -> None:
+    """Has the loop do what it was just told, where `may_run`. If it sleeps the caller does it: to wake it takes longer.
 
     Of copies the caller does little: the rest is the thread's. Not where the loop drives a transport: that may call
-    Python, and the caller has the GIL.
+    Python, and the caller has the GIL. op: 1 if it was an op, which does not end the loop's nap.
     """
     address, bell = world["address"], world["bell"]
-    may_run = load(bell) != 0 and _may_run(world) and world["lanes"] == 0 and load(address + _WANTED) == 0
-    if may_run and exchange(address + _LOCK, 1) == 0:
+    state = load(bell)
+    if state == 0 or state == ATTENDED or (op != 0 and state == NAPPING):
+        return
+    if world["lanes"] == 0 and load(address + _WANTED) == 0 and exchange(address + _LOCK, 1) == 0:
         turn, world["turn"] = world["turn"], min(world["turn"], _LITTLE)
         step(world)
         world["turn"] = turn
@@ -128,7 +140,7 @@ def obey(world: World) -> None:
 
 
 @compiled
-def _may_run(world: World) -> bool:
+def may_run(world: World) -> bool:
     """Whether callers may run the loop: where cores are so few that it does not spin, and it enqueues no kernels.
 
     These take a CUDA context, which is its thread's. Where it spins it is quicker than any caller.

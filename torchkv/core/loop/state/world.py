@@ -79,7 +79,7 @@ class World(TypedDict):
     and with each call that Python completes; roused: whether something comes for the loop soon; sleepers: callers that
     sleep until there are news. listeners: callers that wait for quiet events, too: then none is. lock, wanted: a caller
     that wants the loop to stand still sets ``wanted`` and takes ``lock``. heed: whether Python's thread is woken for
-    grants that are not bound here.
+    grants that are not bound here. attending: callers that run the loop, or are about to.
     granted: ``event_tail`` after the last of them. granted_ids: address of int64 ``[MAX_FLOWS, GRANTED_IDS]``, of
     sends that were bound here. buckets: flow + 1 of the first waiting send of each, by hash. due: messages that
     wait for room: (kind | rank << 8, flow, generation). queue: ops that copy. unfinished: sends of which more ops are
@@ -136,6 +136,7 @@ class World(TypedDict):
     event_tail: int
     news: int
     sleepers: int
+    attending: int
     listeners: int
     lock: int
     wanted: int
