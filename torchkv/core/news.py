@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 from torchkv.core import steering
 from torchkv.core.loop.state.world import word_at
+from torchkv.core.loop.thread import run
 
 if TYPE_CHECKING:
     from torchkv.core.runner import Runner
@@ -24,6 +26,7 @@ class News:
     def __init__(self, runner: Runner) -> None:
         self._words = runner.words
         self._address = runner.address
+        self._run = partial(run, cast(Any, runner.memory))  # as a caller, where cores are few
         self._counting = threading.Lock()
 
     @property
@@ -53,7 +56,8 @@ class News:
 
     def _wait(self, seen: int, nanoseconds: int) -> None:
         steering.rouse(self._address)  # what is awaited has to pass the loop first
-        steering.wait_news(self._address, seen, nanoseconds)
+        if not steering.spin_for_news(self._address, seen, nanoseconds) and not self._run(seen, nanoseconds):
+            steering.wait_news(self._address, seen, nanoseconds)
 
     def _listen(self, change: int) -> None:
         with self._counting:

@@ -85,6 +85,7 @@ class Runner:
         self.operations: Int64Array = np.zeros((recorded, OPERATION_WORDS), dtype=np.int64)
         self.world["operations"], self.world["recorded"] = self.operations.ctypes.data, recorded
         self._device = device
+        self._turn = turn
         if device is not None:
             device.describe(self.world)
         self._driver_word: Int64Array | None = None
@@ -116,7 +117,7 @@ class Runner:
         spin_wait.wake_on_time()
         if self._device is not None:
             self._device.activate()
-        run(self.world)
+        run(cast(Any, self.memory), 0, -1)
 
     def stop(self) -> None:
         """Ends the threads. Idempotent. In a forked child there are none."""
@@ -132,8 +133,9 @@ class Runner:
 
     def told(self, *, op: bool = False) -> None:
         """To be called after each command: where callers may run the loop, nobody has woken it. op: it starts an op."""
-        if not self.words[_SPIN]:
-            steering.obey(self.address, int(op))
+        if not self.words[_SPIN] and steering.take_turn(self.address, int(op)):
+            self.step()
+            steering.end_turn(self.address, self._turn)
 
     def step(self) -> bool:
         """One turn, for a loop without a thread. Whether there was anything to do."""

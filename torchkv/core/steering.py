@@ -12,18 +12,20 @@ from torchkv.core.loop.codes import CLOCK, SYSCALL, YIELD
 from torchkv.core.loop.events import tell_driver, tell_waiters
 from torchkv.core.loop.limits import FLIGHT
 from torchkv.core.loop.mailbox import ring
-from torchkv.core.loop.state.world import World, word_at
+from torchkv.core.loop.state.world import word_at
 from torchkv.core.posting import world_at
 from torchkv.host.atomics import add, exchange, load, store
 from torchkv.host.futex import call_yield, futex_wait
 from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns
 
 __all__ = [
+    "end_turn",
     "hold",
     "let_go",
-    "obey",
     "rouse",
+    "spin_for_news",
     "stop",
+    "take_turn",
     "try_hold",
     "wait_left",
     "wait_news",
@@ -114,11 +116,15 @@ def wake_waiters(address: int) -> None:
 
 
 @compiled_with_gil
-def obey(address: int, op: int) -> None:
-    """See `torchkv.core.loop.thread`. Does nothing where the loop was woken, or spins."""
-    world = world_at(address)
-    if thread.may_run(world):
-        thread.obey(world, op)
+def take_turn(address: int, op: int) -> bool:
+    """See `torchkv.core.loop.thread`."""
+    return bool(thread.take_turn(world_at(address), op))
+
+
+@compiled_with_gil
+def end_turn(address: int, turn: int) -> None:
+    """See `torchkv.core.loop.thread`."""
+    thread.end_turn(world_at(address), turn)
 
 
 @compiled
@@ -130,25 +136,9 @@ def wait_left(address: int) -> None:
 
 
 @compiled
-def wait_news(address: int, seen: int, nanoseconds: int) -> None:
-    """Waits until ``news`` is no longer ``seen``, for about so long at most, without taking the GIL in between.
-
-    Spins while the loop would, or runs the loop where cores are few, and then sleeps.
-    """
-    world = world_at(address)
-    if _spin(world, seen, nanoseconds) or thread.attend(world, seen, nanoseconds):
-        return
-    scratch = np.zeros(2, dtype=np.int64)
-    add(address + _SLEEPERS, 1)
-    if load(address + _NEWS) == seen:
-        futex_wait(world["functions"][SYSCALL], world["futex"], address + _NEWS, seen, nanoseconds, scratch)
-    add(address + _SLEEPERS, -1)
-
-
-@compiled
-def _spin(world: World, seen: int, nanoseconds: int) -> bool:
+def spin_for_news(address: int, seen: int, nanoseconds: int) -> bool:
     """Whether ``news`` stops being ``seen`` while the loop would spin, too, or for so long: a sleep takes longer."""
-    address = world["address"]
+    world = world_at(address)
     scratch = np.zeros(2, dtype=np.int64)
     clock, news, spin = world["functions"][CLOCK], address + _NEWS, world["spin"]
     began = since = monotonic_ns(clock, scratch)
@@ -161,3 +151,14 @@ def _spin(world: World, seen: int, nanoseconds: int) -> bool:
             break
         call_yield(world["functions"][YIELD], 0)
     return bool(load(news) != seen)
+
+
+@compiled
+def wait_news(address: int, seen: int, nanoseconds: int) -> None:
+    """Sleeps until ``news`` is no longer ``seen``, for so long at most."""
+    world = world_at(address)
+    scratch = np.zeros(2, dtype=np.int64)
+    add(address + _SLEEPERS, 1)
+    if load(address + _NEWS) == seen:
+        futex_wait(world["functions"][SYSCALL], world["futex"], address + _NEWS, seen, nanoseconds, scratch)
+    add(address + _SLEEPERS, -1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from torchkv.core.loop.codes import CLOCK, SYSCALL, YIELD
@@ -13,7 +15,7 @@ from torchkv.host.atomics import add, exchange, exchange_if, fence, load, store
 from torchkv.host.futex import call_yield, futex_wait
 from torchkv.host.jit import compiled, monotonic_ns
 
-__all__ = ["attend", "may_run", "obey", "run", "seals_expected"]
+__all__ = ["end_turn", "may_run", "run", "seals_expected", "take_turn"]
 
 _SLEEP = 500_000_000  # nanoseconds: the loop looks up now and then even if nobody wakes it
 _NAP = 50_000  # nanoseconds, while it waits for room in a mailbox, or while callers send layer after layer
@@ -30,7 +32,20 @@ _NETWORK, _ROUSED, _NEWS, _ATTENDING = (word_at(name) for name in ("network", "r
 
 
 @compiled
-def run(world: World) -> None:
+def run(worlds: Sequence[World], seen: int, nanoseconds: int) -> bool:
+    """The life of the loop's thread, if ``nanoseconds`` is negative; else `_attend`, for a caller that waits.
+
+    One function, because each that calls `step` is compiled with all of the loop, which takes a quarter of a minute.
+    """
+    world = worlds[0]
+    if nanoseconds >= 0:
+        return _attend_unless_stopped(world, seen, nanoseconds)
+    _live(world)
+    return False
+
+
+@compiled
+def _live(world: World) -> None:
     """Steps until ``stop`` is set. Spins a while when there is nothing to do, then sleeps until the bell is rung."""
     address, bell = world["address"], world["bell"]
     scratch = np.zeros(2, dtype=np.int64)
@@ -75,17 +90,12 @@ def run(world: World) -> None:
 
 
 @compiled
-def attend(world: World, seen: int, nanoseconds: int) -> bool:
-    """Runs the loop on a caller's thread until ``news`` stops being ``seen``, or for so long at most. Whether it stops.
-
-    For a caller that waits, without the GIL: then no thread has to be woken for what comes. Ends when nothing has come
-    for a while, too, and when another thread has taken the core. That it is not offered: a thread of this process that
-    computes in Python would take the GIL with it, for five milliseconds.
-    """
+def _attend_unless_stopped(world: World, seen: int, nanoseconds: int) -> bool:
+    """`_attend`, where callers may run the loop. Whoever has it stop waits until ``attending`` is 0 again."""
+    address = world["address"]
     if not may_run(world):
         return False
-    address = world["address"]
-    add(address + _ATTENDING, 1)  # whoever has the loop stop waits until it is 0 again
+    add(address + _ATTENDING, 1)
     came = load(address + _STOP) == 0 and _attend(world, seen, nanoseconds)
     add(address + _ATTENDING, -1)
     return bool(came)
@@ -93,7 +103,12 @@ def attend(world: World, seen: int, nanoseconds: int) -> bool:
 
 @compiled
 def _attend(world: World, seen: int, nanoseconds: int) -> bool:
-    """`attend`, of a loop that nobody has told to stop."""
+    """Runs the loop on a caller's thread until ``news`` stops being ``seen``, or for so long at most. Whether it stops.
+
+    For a caller that waits, without the GIL: then no thread has to be woken for what comes. Ends when nothing has come
+    for a while, too, and when another thread has taken the core. That it is not offered: a thread of this process that
+    computes in Python would take the GIL with it, for five milliseconds.
+    """
     address, bell = world["address"], world["bell"]
     before = load(bell)
     if before == ATTENDED or exchange_if(bell, before, ATTENDED) != before:
@@ -118,25 +133,32 @@ def _attend(world: World, seen: int, nanoseconds: int) -> bool:
 
 
 @compiled
-def obey(world: World, op: int) -> None:
-    """Has the loop do what it was just told, where `may_run`. If it sleeps the caller does it: to wake it takes longer.
+def take_turn(world: World, op: int) -> bool:
+    """Whether a caller whose command nobody was woken for is to call `step` and `end_turn`, because the loop sleeps.
 
-    Of copies the caller does little: the rest is the thread's. Not where the loop drives a transport: that may call
-    Python, and the caller has the GIL. op: 1 if it was an op, which does not end the loop's nap.
+    To wake it would take longer. Of copies the caller does little: the rest is the thread's. Not where the loop drives
+    a transport: that may call Python, and the caller has the GIL. op: 1 if the command starts an op, which does not end
+    the loop's nap.
     """
     address, bell = world["address"], world["bell"]
     state = load(bell)
-    if state == 0 or state == ATTENDED or (op != 0 and state == NAPPING):
-        return
+    if not may_run(world) or state == 0 or state == ATTENDED or (op != 0 and state == NAPPING):
+        return False
     if world["lanes"] == 0 and load(address + _WANTED) == 0 and exchange(address + _LOCK, 1) == 0:
-        turn, world["turn"] = world["turn"], min(world["turn"], _LITTLE)
-        step(world)
-        world["turn"] = turn
-        store(address + _LOCK, 0)
-        fence()
-        if not _has_to_run(world):
-            return
+        world["turn"] = min(world["turn"], _LITTLE)
+        return True
     ring(world, bell)
+    return False
+
+
+@compiled
+def end_turn(world: World, turn: int) -> None:
+    """Behind `take_turn` and `step`. turn: what it is for the thread."""
+    world["turn"] = turn
+    store(world["address"] + _LOCK, 0)
+    fence()
+    if _has_to_run(world):
+        ring(world, world["bell"])
 
 
 @compiled
