@@ -134,8 +134,10 @@ class Runner:
     def told(self, *, op: bool = False) -> None:
         """To be called after each command: where callers may run the loop, nobody has woken it. op: it starts an op."""
         if not self.words[_SPIN] and steering.take_turn(self.address, int(op)):
-            self.step()
-            steering.end_turn(self.address, self._turn)
+            try:
+                self.step()
+            finally:
+                steering.end_turn(self.address, self._turn)
 
     def step(self) -> bool:
         """One turn, for a loop without a thread. Whether there was anything to do."""
