@@ -18,11 +18,12 @@ from torchkv.core import steering
 from torchkv.core.core import Core
 from torchkv.core.loop.codes import RECEIVED, SENT
 from torchkv.core.loop.mailbox import ASLEEP, ATTENDED
+from torchkv.core.loop.thread import run
 from torchkv.core.runner import Runner
 from torchkv.host.atomics import load, store
 from torchkv.host.jit import compiled_with_gil
 
-A_WHILE = 1_000_000  # nanoseconds; longer than a caller runs a loop that has nothing to do
+A_WHILE = 0.001  # seconds; longer than a caller runs a loop that has nothing to do
 
 
 @compiled_with_gil
@@ -72,23 +73,31 @@ def asleep(runner: Runner) -> bool:
 
 def test_nobody_attends_where_the_loop_spins_or_enqueues_kernels(pair: Pair) -> None:
     runner = pair.reader.runner
+    before = runner.world["steps"]
     for field in ("spin", "word"):
         runner.world[field] = 1
-        assert steps_of(runner, 50) < 50
+        for _ in range(50):
+            assert not run(runner.memory, pair.reader.news.count, int(A_WHILE * 1e9))
         runner.world[field] = 0
+    assert runner.world["steps"] - before < 50
 
 
-def steps_of(runner: Runner, calls: int) -> int:
+def steps_of(core: Core, calls: int) -> int:
     """Of callers who wait in vain. The loop's thread looks up now and then, too."""
-    before = runner.world["steps"]
+    world = core.runner.world
+    before = world["steps"]
     for _ in range(calls):
-        steering.wait_news(runner.address, runner.world["news"], A_WHILE)
-        assert at(runner.world["bell"]) in (0, ASLEEP)
-    return int(runner.world["steps"] - before)
+        wait(core)
+        assert at(world["bell"]) in (0, ASLEEP)
+    return int(world["steps"] - before)
+
+
+def wait(core: Core) -> None:
+    core.news.wait(core.news.count, A_WHILE)
 
 
 def test_a_caller_runs_the_loop_and_leaves_it_asleep(pair: Pair) -> None:
-    assert steps_of(pair.reader.runner, 50) >= 50  # nothing comes: each leaves soon
+    assert steps_of(pair.reader, 50) >= 50  # nothing comes: each leaves soon
 
 
 def test_a_second_caller_leaves_it_to_the_first(pair: Pair) -> None:
@@ -96,7 +105,7 @@ def test_a_second_caller_leaves_it_to_the_first(pair: Pair) -> None:
     put(runner.world["bell"], ATTENDED)
     before = runner.world["steps"]
     for _ in range(50):
-        steering.wait_news(runner.address, runner.world["news"], A_WHILE)
+        wait(pair.reader)
     assert (runner.world["steps"] - before < 50, at(runner.world["bell"])) == (True, ATTENDED)
     put(runner.world["bell"], ASLEEP)
 
@@ -118,7 +127,7 @@ def test_a_loop_that_is_told_to_stop_is_left_to_its_thread_to_end(pair: Pair) ->
 
     def attend() -> None:
         while runner.running:
-            steering.wait_news(runner.address, runner.world["news"], A_WHILE)
+            wait(pair.reader)
             calls.append(runner.world["steps"])
 
     caller = threading.Thread(target=attend)
@@ -134,7 +143,7 @@ def test_whoever_wants_it_to_stand_still_gets_it(pair: Pair) -> None:
 
     def attend() -> None:
         while not stop.is_set():
-            steering.wait_news(runner.address, runner.world["news"], A_WHILE)
+            wait(pair.reader)
 
     caller = threading.Thread(target=attend)
     caller.start()
