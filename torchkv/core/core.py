@@ -23,7 +23,7 @@ from torchkv.core.loop.limits import (
 from torchkv.core.loop.state.peers import Peer
 from torchkv.core.loop.state.requests import Op, Send
 from torchkv.core.loop.state.world import word_at
-from torchkv.core.loop.thread import run
+from torchkv.core.loop.thread import attend, run
 from torchkv.core.news import News
 from torchkv.core.operations import Operations
 from torchkv.core.peers import LoopPeers, NetworkLane
@@ -424,6 +424,7 @@ def warm_up() -> None:
     steering.wake_loop(core._address)
     steering.wait_news(core._address, -1, 0)
     steering.spin_for_news(core._address, -1, 0)
+    attend(cast(Any, core._memory), -1, 0)
     steering.take_turn(core._address, 0)
     steering.end_turn(core._address, 1)
     steering.wait_left(core._address)
@@ -434,5 +435,5 @@ def warm_up() -> None:
     posting.hand_over(core._address, core.operations.of_op(0))
     steering.wake_copiers(core._address)
     steering.stop(core._address)
-    run(cast(Any, core._memory), 0, -1)
+    run(cast(Any, core._memory))
     copying.run_copier(world, 0)

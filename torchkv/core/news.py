@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torchkv.core import steering
 from torchkv.core.loop.state.world import word_at
-from torchkv.core.loop.thread import run
+from torchkv.core.loop.thread import attend
 
 if TYPE_CHECKING:
     from torchkv.core.runner import Runner
@@ -26,7 +26,7 @@ class News:
     def __init__(self, runner: Runner) -> None:
         self._words = runner.words
         self._address = runner.address
-        self._run = partial(run, cast(Any, runner.memory))  # as a caller, where cores are few
+        self._attend = partial(attend, cast(Any, runner.memory))  # as a caller, where cores are few
         self._counting = threading.Lock()
 
     @property
@@ -56,7 +56,7 @@ class News:
 
     def _wait(self, seen: int, nanoseconds: int) -> None:
         steering.rouse(self._address)  # what is awaited has to pass the loop first
-        if not steering.spin_for_news(self._address, seen, nanoseconds) and not self._run(seen, nanoseconds):
+        if not steering.spin_for_news(self._address, seen, nanoseconds) and not self._attend(seen, nanoseconds):
             steering.wait_news(self._address, seen, nanoseconds)
 
     def _listen(self, change: int) -> None:

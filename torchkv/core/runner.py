@@ -117,7 +117,7 @@ class Runner:
         spin_wait.wake_on_time()
         if self._device is not None:
             self._device.activate()
-        run(cast(Any, self.memory), 0, -1)
+        run(cast(Any, self.memory))
 
     def stop(self) -> None:
         """Ends the threads. Idempotent. In a forked child there are none."""
@@ -141,7 +141,7 @@ class Runner:
 
     def step(self) -> bool:
         """One turn, for a loop without a thread. Whether there was anything to do."""
-        return bool(loop.step_first(cast(Any, self.memory)))
+        return bool(loop.step(cast(Any, self.memory)))
 
     @contextmanager
     def standing_still(self) -> Iterator[None]:

@@ -69,7 +69,8 @@ def _compile(function: _F, *, nogil: bool) -> _F:
     file = Path(function.__code__.co_filename)
     try:
         with cached_by_source(file) if file.is_file() else nullcontext():
-            return cast(_F, numba.njit(nogil=nogil, cache=True)(function))
+            # What C could call would take a twentieth of the time to compile.
+            return cast(_F, numba.njit(nogil=nogil, cache=True, no_cfunc_wrapper=True)(function))
     except RuntimeError:
         # Neither the package's folder nor the user's cache folder can be written: compile in every process.
         return cast(_F, numba.njit(nogil=nogil)(function))

@@ -18,10 +18,10 @@ from torchkv.core import steering
 from torchkv.core.core import Core
 from torchkv.core.loop.codes import RECEIVED, SENT
 from torchkv.core.loop.mailbox import ASLEEP, ATTENDED
-from torchkv.core.loop.thread import run
+from torchkv.core.loop.thread import attend
 from torchkv.core.runner import Runner
 from torchkv.host.atomics import load, store
-from torchkv.host.jit import compiled_with_gil
+from torchkv.host.jit import compiled_with_gil, warm_up
 
 A_WHILE = 0.001  # seconds; longer than a caller runs a loop that has nothing to do
 
@@ -46,6 +46,7 @@ def until(happens: Callable[[], bool]) -> None:
 @contextmanager
 def running(pair: Pair) -> Iterator[Pair]:
     """Both loops sleep, as on a host of few cores."""
+    warm_up()  # not while they are waited for
     fds = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2)]
     runners = [pair.writer.runner, pair.reader.runner]
     for runner, fd in zip(runners, fds, strict=True):
@@ -77,7 +78,7 @@ def test_nobody_attends_where_the_loop_spins_or_enqueues_kernels(pair: Pair) -> 
     for field in ("spin", "word"):
         runner.world[field] = 1
         for _ in range(50):
-            assert not run(runner.memory, pair.reader.news.count, int(A_WHILE * 1e9))
+            assert not attend(runner.memory, pair.reader.news.count, int(A_WHILE * 1e9))
         runner.world[field] = 0
     assert runner.world["steps"] - before < 50
 

@@ -15,7 +15,7 @@ from torchkv.host.atomics import add, exchange, exchange_if, fence, load, store
 from torchkv.host.futex import call_yield, futex_wait
 from torchkv.host.jit import compiled, monotonic_ns
 
-__all__ = ["end_turn", "may_run", "run", "seals_expected", "take_turn"]
+__all__ = ["attend", "end_turn", "may_run", "run", "seals_expected", "take_turn"]
 
 _SLEEP = 500_000_000  # nanoseconds: the loop looks up now and then even if nobody wakes it
 _NAP = 50_000  # nanoseconds, while it waits for room in a mailbox, or while callers send layer after layer
@@ -32,21 +32,12 @@ _NETWORK, _ROUSED, _NEWS, _ATTENDING = (word_at(name) for name in ("network", "r
 
 
 @compiled
-def run(worlds: Sequence[World], seen: int, nanoseconds: int) -> bool:
-    """The life of the loop's thread, if ``nanoseconds`` is negative; else `_attend`, for a caller that waits.
+def run(worlds: Sequence[World]) -> None:
+    """The life of its thread: steps until ``stop`` is set. With nothing to do it spins a while, then sleeps.
 
-    One function, because each that calls `step` is compiled with all of the loop, which takes a quarter of a minute.
+    Until the bell is rung, or for as long as a caller runs the loop. worlds: see `step`.
     """
     world = worlds[0]
-    if nanoseconds >= 0:
-        return _attend_unless_stopped(world, seen, nanoseconds)
-    _live(world)
-    return False
-
-
-@compiled
-def _live(world: World) -> None:
-    """Steps until ``stop`` is set. Spins a while when there is nothing to do, then sleeps until the bell is rung."""
     address, bell = world["address"], world["bell"]
     scratch = np.zeros(2, dtype=np.int64)
     idle_since = since = 0
@@ -58,7 +49,7 @@ def _live(world: World) -> None:
         if load(address + _WANTED) != 0 or exchange(address + _LOCK, 1) != 0:
             call_yield(world["functions"][YIELD], 0)
             continue
-        busy = step(world)
+        busy = step(worlds)
         store(address + _LOCK, 0)
         if busy:
             idle_since = 0
@@ -90,35 +81,29 @@ def _live(world: World) -> None:
 
 
 @compiled
-def _attend_unless_stopped(world: World, seen: int, nanoseconds: int) -> bool:
-    """`_attend`, where callers may run the loop. Whoever has it stop waits until ``attending`` is 0 again."""
-    address = world["address"]
+def attend(worlds: Sequence[World], seen: int, nanoseconds: int) -> bool:
+    """Runs the loop on a caller's thread until ``news`` stops being ``seen``, or for so long at most. Whether it stops.
+
+    For a caller that waits, without the GIL, where callers may run the loop: then no thread has to be woken for what
+    comes. Ends when nothing has come for a while, too, and when another thread has taken the core. That it is not
+    offered: a thread of this process that computes in Python would take the GIL with it, for five milliseconds.
+    Whoever has the loop stop waits until ``attending`` is 0 again. worlds: see `step`.
+    """
+    world = worlds[0]
+    address, bell = world["address"], world["bell"]
     if not may_run(world):
         return False
     add(address + _ATTENDING, 1)
-    came = load(address + _STOP) == 0 and _attend(world, seen, nanoseconds)
-    add(address + _ATTENDING, -1)
-    return bool(came)
-
-
-@compiled
-def _attend(world: World, seen: int, nanoseconds: int) -> bool:
-    """Runs the loop on a caller's thread until ``news`` stops being ``seen``, or for so long at most. Whether it stops.
-
-    For a caller that waits, without the GIL: then no thread has to be woken for what comes. Ends when nothing has come
-    for a while, too, and when another thread has taken the core. That it is not offered: a thread of this process that
-    computes in Python would take the GIL with it, for five milliseconds.
-    """
-    address, bell = world["address"], world["bell"]
     before = load(bell)
-    if before == ATTENDED or exchange_if(bell, before, ATTENDED) != before:
+    if load(address + _STOP) != 0 or before == ATTENDED or exchange_if(bell, before, ATTENDED) != before:
+        add(address + _ATTENDING, -1)
         return False
     scratch = np.zeros(2, dtype=np.int64)
     began = idle_since = last = monotonic_ns(world["functions"][CLOCK], scratch)
     while load(address + _NEWS) == seen and load(bell) == ATTENDED and load(address + _STOP) == 0:
         busy = False
         if load(address + _WANTED) == 0 and exchange(address + _LOCK, 1) == 0:
-            busy = step(world)
+            busy = step(worlds)
             store(address + _LOCK, 0)
         now = monotonic_ns(world["functions"][CLOCK], scratch)
         if busy:
@@ -129,6 +114,7 @@ def _attend(world: World, seen: int, nanoseconds: int) -> bool:
         if now - began >= nanoseconds or now - idle_since >= _IDLE:
             break
     _leave(world)
+    add(address + _ATTENDING, -1)
     return bool(load(address + _NEWS) != seen)
 
 
