@@ -28,6 +28,7 @@ from torchkv.core.news import News
 from torchkv.core.operations import Operations
 from torchkv.core.peers import LoopPeers, NetworkLane
 from torchkv.core.receives import Receives, Source, with_slot
+from torchkv.core.thread import attend, end_turn, run, take_turn
 from torchkv.core.runner import Runner
 from torchkv.core.way import Way
 from torchkv.host.jit import at_register
@@ -425,8 +426,8 @@ def warm_up() -> None:
     steering.wait_news(core._address, -1, 0)
     steering.spin_for_news(core._address, -1, 0)
     attend(cast(Any, core._memory), -1, 0)
-    steering.take_turn(core._address, 0)
-    steering.end_turn(core._address, 1)
+    take_turn(core._address, 0)
+    end_turn(core._address, 1)
     steering.wait_left(core._address)
     steering.wake_waiters(core._address)
     steering.wake_driver(core._address)

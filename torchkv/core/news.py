@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torchkv.core import steering
 from torchkv.core.loop.state.world import word_at
-from torchkv.core.loop.thread import attend
+from torchkv.core.thread import attend
 
 if TYPE_CHECKING:
     from torchkv.core.runner import Runner

@@ -17,10 +17,9 @@ from torchkv.core.loop import grants
 from torchkv.core.loop.codes import FINISH, OPEN, POST, ROUND, START, WAIT, WAITING
 from torchkv.core.loop.grants import IDS_AT
 from torchkv.core.loop.limits import COMMANDS
-from torchkv.core.loop.mailbox import NAPPING, ring
+from torchkv.core.loop.mailbox import NAPPING, may_run, ring
 from torchkv.core.loop.state.requests import Send, Way
 from torchkv.core.loop.state.world import WAY, WORLD, World, word_at
-from torchkv.core.loop.thread import may_run
 from torchkv.host.atomics import copy_bytes, fence, load, store
 from torchkv.host.jit import compiled_with_gil
 from torchkv.host.page_id_check import copy_ids

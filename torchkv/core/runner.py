@@ -29,7 +29,7 @@ from torchkv.core.loop.limits import (
     RECORD_NBYTES,
 )
 from torchkv.core.loop.state.world import WORLD, World, word_at
-from torchkv.core.loop.thread import run
+from torchkv.core.thread import end_turn, run, take_turn
 from torchkv.errors import TransportUnavailable
 from torchkv.host import spin_wait
 from torchkv.host.jit import libc_functions
@@ -133,11 +133,11 @@ class Runner:
 
     def told(self, *, op: bool = False) -> None:
         """To be called after each command: where callers may run the loop, nobody has woken it. op: it starts an op."""
-        if not self.words[_SPIN] and steering.take_turn(self.address, int(op)):
+        if not self.words[_SPIN] and take_turn(self.address, int(op)):
             try:
                 self.step()
             finally:
-                steering.end_turn(self.address, self._turn)
+                end_turn(self.address, self._turn)
 
     def step(self) -> bool:
         """One turn, for a loop without a thread. Whether there was anything to do."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchkv.core.loop import copying, thread
+from torchkv.core.loop import copying
 from torchkv.core.loop.codes import CLOCK, SYSCALL, YIELD
 from torchkv.core.loop.events import tell_driver, tell_waiters
 from torchkv.core.loop.limits import FLIGHT
@@ -19,13 +19,11 @@ from torchkv.host.futex import call_yield, futex_wait
 from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns
 
 __all__ = [
-    "end_turn",
     "hold",
     "let_go",
     "rouse",
     "spin_for_news",
     "stop",
-    "take_turn",
     "try_hold",
     "wait_left",
     "wait_news",
@@ -113,18 +111,6 @@ def wake_waiters(address: int) -> None:
     """Wakes callers that wait for news: Python has completed something."""
     world = world_at(address)
     tell_waiters(world)
-
-
-@compiled_with_gil
-def take_turn(address: int, op: int) -> bool:
-    """See `torchkv.core.loop.thread`."""
-    return bool(thread.take_turn(world_at(address), op))
-
-
-@compiled_with_gil
-def end_turn(address: int, turn: int) -> None:
-    """See `torchkv.core.loop.thread`."""
-    thread.end_turn(world_at(address), turn)
 
 
 @compiled

@@ -18,8 +18,8 @@ from torchkv.core import steering
 from torchkv.core.core import Core
 from torchkv.core.loop.codes import RECEIVED, SENT
 from torchkv.core.loop.mailbox import ASLEEP, ATTENDED
-from torchkv.core.loop.thread import attend
 from torchkv.core.runner import Runner
+from torchkv.core.thread import attend
 from torchkv.host.atomics import load, store
 from torchkv.host.jit import compiled_with_gil, warm_up
 

@@ -20,7 +20,7 @@ from torchkv.core.core import Core
 from torchkv.core.device import NO_GATE, Gate
 from torchkv.core.loop.codes import BOUND, BROKEN, OP_DONE, RECEIVED, SENT
 from torchkv.core.loop.limits import IDS, MAX_FLYING, MAX_GPU_SENDS
-from torchkv.core.loop.thread import seals_expected
+from torchkv.core.thread import seals_expected
 from torchkv.kernels import page_copy
 from torchkv.layout.kernel_geometry import Geometry, PageAddressing
 from torchkv.layout.plan_segment import StridedRuns, Stripe

@@ -49,6 +49,7 @@ __all__ = [
     "SEGMENT_NBYTES",
     "count_seals",
     "mailbox_at",
+    "may_run",
     "owe",
     "ring",
     "room",
@@ -76,6 +77,15 @@ SEGMENT_NBYTES = GRANTS_AT + MAX_FLOWS * GRANT_SLOT  # the kernel commits what i
 def mailbox_at(slot: int) -> tuple[int, int]:
     """Offsets of the head and of the mailbox of the writer that has this slot in a segment."""
     return (1 + slot) * LINE, (1 + MAX_PEERS) * LINE + slot * MAILBOX_NBYTES
+
+
+@compiled
+def may_run(world: World) -> bool:
+    """Whether callers may run the loop: where cores are so few that it does not spin, and it enqueues no kernels.
+
+    These take a CUDA context, which is its thread's. Where it spins it is quicker than any caller.
+    """
+    return bool(world["spin"] == 0 and world["word"] == 0)
 
 
 @compiled

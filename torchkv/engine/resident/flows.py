@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchkv.core.core import Core
 from torchkv.core.loop.codes import ALONE, NOBODY
 from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_WRITERS
 from torchkv.core.receives import ReceiveState
@@ -45,6 +44,7 @@ from torchkv.transfer.loop_kernels import Kernels
 from torchkv.transfer.peer_connection import LocalPages, PeerConnection
 
 if TYPE_CHECKING:
+    from torchkv.core.core import Core
     from torchkv.engine.scheduler import SourcePages
     from torchkv.observe.recorder import FlightRecorder
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from torchkv.core.core import Core
 from torchkv.core.events import Notice
 from torchkv.core.loop.codes import (
     ALL_HERE,
@@ -58,6 +57,7 @@ from torchkv.protocol.sending.sender import Sender
 from torchkv.transfer.peer_connection import PeerConnection
 
 if TYPE_CHECKING:
+    from torchkv.core.core import Core
     from torchkv.engine.scheduler import SourcePages
 
 __all__ = ["Notices", "OnLoop", "path_of"]

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torchkv.arrays import Int64Array
-from torchkv.core.core import Core
 from torchkv.core.device import NO_GATE, Gate
 from torchkv.core.loop.limits import MAX_GRANTED
 from torchkv.engine.resident.bound_grants import as_bits, grant_bound_on
@@ -23,6 +22,7 @@ from torchkv.protocol.sending.request import SenderRequest
 from torchkv.transfer.peer_connection import PeerConnection
 
 if TYPE_CHECKING:
+    from torchkv.core.core import Core
     from torchkv.engine.resident.notices import OnLoop
 
 __all__ = ["Call", "Met", "PlainSends"]

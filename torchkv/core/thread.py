@@ -9,13 +9,14 @@ import numpy as np
 from torchkv.core.loop.codes import CLOCK, SYSCALL, YIELD
 from torchkv.core.loop.limits import FLIGHT
 from torchkv.core.loop.loop import step
-from torchkv.core.loop.mailbox import ASLEEP, ATTENDED, NAPPING, SEALS_AT, ring, waiting
+from torchkv.core.loop.mailbox import ASLEEP, ATTENDED, NAPPING, SEALS_AT, may_run, ring, waiting
 from torchkv.core.loop.state.world import World, word_at
+from torchkv.core.posting import world_at
 from torchkv.host.atomics import add, exchange, exchange_if, fence, load, store
 from torchkv.host.futex import call_yield, futex_wait
-from torchkv.host.jit import compiled, monotonic_ns
+from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns
 
-__all__ = ["attend", "end_turn", "may_run", "run", "seals_expected", "take_turn"]
+__all__ = ["attend", "end_turn", "run", "seals_expected", "take_turn"]
 
 _SLEEP = 500_000_000  # nanoseconds: the loop looks up now and then even if nobody wakes it
 _NAP = 50_000  # nanoseconds, while it waits for room in a mailbox, or while callers send layer after layer
@@ -118,15 +119,16 @@ def attend(worlds: Sequence[World], seen: int, nanoseconds: int) -> bool:
     return bool(load(address + _NEWS) != seen)
 
 
-@compiled
-def take_turn(world: World, op: int) -> bool:
+@compiled_with_gil
+def take_turn(address: int, op: int) -> bool:
     """Whether a caller whose command nobody was woken for is to call `step` and `end_turn`, because the loop sleeps.
 
     To wake it would take longer. Of copies the caller does little: the rest is the thread's. Not where the loop drives
     a transport: that may call Python, and the caller has the GIL. op: 1 if the command starts an op, which does not end
-    the loop's nap.
+    the loop's nap. address: of the `World`.
     """
-    address, bell = world["address"], world["bell"]
+    world = world_at(address)
+    bell = world["bell"]
     state = load(bell)
     if not may_run(world) or state == 0 or state == ATTENDED or (op != 0 and state == NAPPING):
         return False
@@ -137,23 +139,15 @@ def take_turn(world: World, op: int) -> bool:
     return False
 
 
-@compiled
-def end_turn(world: World, turn: int) -> None:
+@compiled_with_gil
+def end_turn(address: int, turn: int) -> None:
     """Behind `take_turn` and `step`. turn: what it is for the thread."""
+    world = world_at(address)
     world["turn"] = turn
-    store(world["address"] + _LOCK, 0)
+    store(address + _LOCK, 0)
     fence()
     if _has_to_run(world):
         ring(world, world["bell"])
-
-
-@compiled
-def may_run(world: World) -> bool:
-    """Whether callers may run the loop: where cores are so few that it does not spin, and it enqueues no kernels.
-
-    These take a CUDA context, which is its thread's. Where it spins it is quicker than any caller.
-    """
-    return bool(world["spin"] == 0 and world["word"] == 0)
 
 
 @compiled
