@@ -23,13 +23,12 @@ from torchkv.core.loop.limits import (
 from torchkv.core.loop.state.peers import Peer
 from torchkv.core.loop.state.requests import Op, Send
 from torchkv.core.loop.state.world import word_at
-from torchkv.core.loop.thread import attend, run
 from torchkv.core.news import News
 from torchkv.core.operations import Operations
 from torchkv.core.peers import LoopPeers, NetworkLane
 from torchkv.core.receives import Receives, Source, with_slot
-from torchkv.core.thread import attend, end_turn, run, take_turn
 from torchkv.core.runner import Runner
+from torchkv.core.thread import attend, end_turn, run, take_turn
 from torchkv.core.way import Way
 from torchkv.host.jit import at_register
 
@@ -191,14 +190,47 @@ class Core:
         if not self.has_room:
             return None
         flow, index = self._free_sends[-1], self._free_ops[-1]
-        network = self._network(way)
-        send = flow, way.address, network, serial, begun, *hashes, writers
+        send = flow, way.address, self._network(way), serial, begun, *hashes, writers
         last = num_pages, prefixed
         if not posting.meet(self._address, *send, index, positions, pages, copied, start, *gate, verb, *last):
             return None
-        self._free_sends.pop()
-        self._free_ops.pop()
-        self._kept_sends[flow] = [way]
+        return self._begun([way], positions, copied)
+
+    def begin(
+        self,
+        way: Way,
+        positions: Int64Array,
+        pages: Int64Array,
+        copied: Int64Array,
+        num_pages: int,
+        start: int,
+        gate: Gate,
+        verb: int,
+        *,
+        peer_flow: int,
+        generation: int,
+        granted: Int64Array,
+        slot: int | None,
+        serial: int,
+        begun: int,
+    ) -> tuple[int, int] | None:
+        """`open_send`, under a grant of the pages ``granted``, and `start_more` in one. The flow, and the op's index.
+
+        None, and nothing is done, if all are in use, or one of ``pages`` is out of range.
+        """
+        if not self.has_room:
+            return None
+        ids = with_slot(granted, slot if way.has_state else None)
+        flow, index = self._free_sends[-1], self._free_ops[-1]
+        send = flow, way.address, self._network(way), serial, begun, peer_flow, generation, ids
+        if not posting.begin(self._address, *send, index, positions, pages, copied, num_pages, start, *gate, verb):
+            return None
+        return self._begun([way, ids], positions, copied)
+
+    def _begun(self, kept: list[object], positions: Int64Array, copied: Int64Array) -> tuple[int, int]:
+        """The next flow and index are in use, by a send with its first op. kept: what the send needs."""
+        flow, index = self._free_sends.pop(), self._free_ops.pop()
+        self._kept_sends[flow] = kept
         self._kept_ops[index] = positions, copied
         self.runner.told(op=True)
         return flow, index
@@ -389,6 +421,7 @@ def warm_up() -> None:
     core.start_more(flow, none[:0], none, none.copy(), 1, 0, NO_GATE)
     verb = way, none[:0], none, none.copy(), 1, 0, NO_GATE, 0
     core.meet(*verb, hashes=(0, 0), writers=0, serial=0, begun=0, prefixed=False)
+    core.begin(*verb, peer_flow=0, generation=0, granted=none, slot=None, serial=0, begun=0)
     core.wait_for_grant(way, hashes=(0, 0), writers=1)
     core.receives.open(0, generation=0, num_tokens=1, page_size=1, leader=NOBODY, writers=[(0, 1, 0, 1)])
     core.receives.grant(0, b"", (0, 0), none, prefix_tokens=0, writers=0)

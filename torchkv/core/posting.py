@@ -26,6 +26,7 @@ from torchkv.host.page_id_check import copy_ids
 
 __all__ = [
     "add_writer",
+    "begin",
     "finish_send",
     "hand_over",
     "meet",
@@ -241,6 +242,36 @@ def start_more(
     """Copies ``given`` to ``ids``, and starts an op of these pages, unless one is not in [0, num_pages)."""
     if not copy_ids(given, ids, num_pages):
         return False
+    start_op(address, index, flow, 0, positions, ids, start, gate, gate_stream, gate_number, verb, 0)
+    return True
+
+
+@compiled_with_gil
+def begin(
+    address: int,
+    flow: int,
+    way: int,
+    network: int,
+    serial: int,
+    begun: int,
+    peer_flow: int,
+    generation: int,
+    granted: Int64Array,
+    index: int,
+    positions: Int64Array,
+    given: Int64Array,
+    ids: Int64Array,
+    num_pages: int,
+    start: int,
+    gate: int,
+    gate_stream: int,
+    gate_number: int,
+    verb: int,
+) -> bool:
+    """As `open_send`, then `start_more`. False, and nothing is done, if a page is not in [0, num_pages)."""
+    if not copy_ids(given, ids, num_pages):
+        return False
+    open_send(address, flow, way, network, serial, begun, peer_flow, generation, granted)
     start_op(address, index, flow, 0, positions, ids, start, gate, gate_stream, gate_number, verb, 0)
     return True
 

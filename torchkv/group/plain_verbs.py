@@ -24,7 +24,7 @@ import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.cache import KVCache
-from torchkv.engine.resident.plain_sends import Call
+from torchkv.engine.resident.plain_sends import Call, Met
 from torchkv.engine.scheduler import SourcePages
 from torchkv.engine.work import KVWork, LoopProgress
 from torchkv.errors import ProtocolError
@@ -282,15 +282,8 @@ class PlainVerbs(RecordedVerbs):
             if engine.closed or engine.lost:
                 return None
             if grants.awaits(request, dst) and (met := flows.plain.meet(call, given, now, from_prompt)) is not None:
-                # From here on the loop is at work; all that follows is for Python's own records.
-                grant, flow, index, route = met
-                op = self._op(*call)
-                op.work._began = began
-                req = grants.begin(grant, now)
-                flows.plain.met(req, op, flow, index, route)
-                req.add_sent(op)
-                work = cast(KVWork, op.work)
-                wake = grant.prefix_tokens > 0 and engine.exchange.has_actions
+                work = self._met(met, call, None, now, began)
+                wake = met[0].prefix_tokens > 0 and engine.exchange.has_actions
             else:
                 engine.catch_up()
                 work = self._bind(call, given, from_prompt)
@@ -323,21 +316,33 @@ class PlainVerbs(RecordedVerbs):
 
     def _open(self, call: Call, given: Int64Array, grant: BoundGrant, req: SenderRequest | None) -> KVWork | None:
         """The first op of a request: of ``req``, which is bound to this grant, or of one that begins now."""
-        _, _, _, ids, _, _, _ = call
         engine, flows = self.engine, self.engine.flows
         assert flows is not None
+        now, began = self.clock(), time.perf_counter()
         if req is not None and (req.error is not None or req.finish is not None or engine.closed or engine.lost):
             return None
-        if not copy_ids(given, ids, engine.group_map.me.num_pages):
+        if self.forced_path is not None:
             return None
+        met = flows.plain.begin(call, given, grant, now if req is None else req.begun_at)
+        return None if met is None else self._met(met, call, req, now, began)
+
+    def _met(self, met: Met, call: Call, req: SenderRequest | None, now: float, began: float) -> KVWork:
+        """The loop is at work: what follows is for Python's own records. req: as of `_open`. began: when it was called.
+
+        Nothing here may take in what the loop has done, before it is recorded what that is.
+        """
+        engine, grant = self.engine, met[0]
+        assert engine.flows is not None
         op = self._op(*call)
-        if op.source_pages.path is not None or (way := flows.plain.way(grant, op)) is None:
-            return None
+        op.work._began = began
+        begins = req is None
         if req is None:
-            req = engine.sender.grants.begin(grant, self.clock())
+            req = engine.sender.grants.begin(grant, now)
         req.fresh = False
-        flows.plain.begin(req, op, way)
+        engine.flows.plain.met(req, op, met)
         req.add_sent(op)
+        if begins:
+            engine.sender.grants.leave_loop(req, grant, now)
         return cast(KVWork, op.work)
 
     def _send_states_plain(

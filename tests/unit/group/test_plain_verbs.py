@@ -330,3 +330,39 @@ def test_what_is_received_can_be_waited_for_by_layer() -> None:
     assert cluster.run(work.is_completed, limit=5)
     assert work.wait_layer(2)
     assert work._pages_safe()
+
+
+def test_another_request_of_the_name_is_taken_back_once_the_first_op_is_known() -> None:
+    """That one waits on the loop, which tells no prefix from another. This op may have ended by then."""
+    layout = KVLayout.gqa(num_layers=3, num_kv_heads=1, head_dim=2, page_size=2, dtype=torch.int16)
+    cluster = Cluster([Place(name, layout, PAGES) for name in ("p", "d", "e")], views=True)
+    writer, readers = cluster[WRITER], cluster.ranks[1:]
+    works = [reader.recv_pages("before", [0], WRITER) for reader in readers]
+    works += [
+        verb("before", *rest)
+        for rank in (1, 2)
+        for verb, *rest in ((writer.send_pages, [0], rank), (writer.finish, rank))
+    ]
+    assert cluster.run(lambda: all(work.is_completed() for work in works), limit=5)
+    first = writer.send_pages("r", SENT, 1)
+    readers[1].recv_pages("r", GRANTED, WRITER, prefix_tokens=2)
+    plain, core = writer.engine.flows.plain, writer.engine.flows.core
+    meet, found = plain.meet, []
+
+    def met(*arguments: Any) -> Any:
+        for _ in range(200):
+            readers[1].engine.flows.core.runner.step()
+            core.runner.step()
+        found.append(meet(*arguments))
+        for _ in range(200):
+            core.runner.step()
+        return found[0]
+
+    plain.meet = met
+    second = writer.send_pages("r", SENT, 2)
+    assert found != [None]
+    assert cluster.run(second.is_completed, limit=5)
+    received = readers[0].recv_pages("r", GRANTED, WRITER)
+    works = [writer.finish("r", rank) for rank in (1, 2)]
+    assert cluster.run(lambda: all(work.is_completed() for work in [*works, first, received]), limit=5)
+    assert all(work.is_success() for work in [*works, first, second, received])

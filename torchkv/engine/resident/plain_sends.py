@@ -29,7 +29,7 @@ __all__ = ["Call", "Met", "PlainSends"]
 
 # A verb: its name, the request, layers, this rank's pages, the receiver, the first page's position, and an event.
 Call = tuple[str, str, tuple[int, ...], Int64Array, int, int, Any]
-# What `meet` has begun: its grant, the request's flow, the index of its first op, and its route.
+# What `meet` or `begin` has begun: its grant, the request's flow, the index of its first op, and its route.
 Met = tuple[BoundGrant, int, int, Route]
 
 
@@ -115,34 +115,39 @@ class PlainSends:
             self._expected[dst] = likely
         return likely
 
-    def met(self, req: SenderRequest, op: SendOp, flow: int, index: int, route: Route) -> None:
-        """What `meet` has begun is of this request."""
-        self.opened(req, flow, route)
-        self._runs(req, op, index)
-
-    def way(self, grant: BoundGrant, op: SendOp) -> tuple[Route, Gate] | None:
-        """How `begin` can begin a request under this grant, which Python knows, with this op."""
+    def begin(self, call: Call, given: Int64Array, grant: BoundGrant, begun: float) -> Met | None:
+        """As `meet`, under a grant that Python knows."""
+        verb, _, layers, ids, dst, start, event = call
         plan = grant.plan
-        if (op.start + op.num_pages - 1) * plan.src_page_size >= len(grant.pages) * plan.dst_page_size:
+        if grant.flow is None or (start + len(ids) - 1) * plan.src_page_size >= len(grant.pages) * plan.dst_page_size:
             return None
-        route, gate = self._routes.known.get((op.dst, id(plan))), self._routes.gate(op.source_pages.event)
-        if route is None or not self._routes.is_current(op.dst, route):
+        route, gate = self._routes.known.get((dst, id(plan))), self._routes.gate(event)
+        if route is None or not self._routes.is_current(dst, route) or gate is None or self._core.broken:
             return None
-        if gate is None or grant.flow is None or self._core.broken or not self._core.has_room:
+        if route.way.has_kernels and max(len(ids), len(grant.pages)) > MAX_GRANTED:
             return None
-        if route.way.has_kernels and max(op.num_pages, len(grant.pages)) > MAX_GRANTED:
-            return None
-        return route, gate
+        begun_on_loop = self._core.begin(
+            route.way,
+            route.positions[layers],
+            given,
+            ids,
+            self._num_pages,
+            start,
+            gate,
+            self._codes.get(verb, 0),  # of a verb with one part
+            peer_flow=grant.flow,
+            generation=grant.generation,
+            granted=grant.pages,
+            slot=grant.state_slot,
+            serial=self._journal.next_serial(),
+            begun=int(begun * 1e9),
+        )
+        return None if begun_on_loop is None else (grant, *begun_on_loop, route)
 
-    def begin(self, req: SenderRequest, op: SendOp, way: tuple[Route, Gate]) -> None:
-        """`Flows.open_send`, then `Flows.start` of its first op. way: that `way` has returned."""
-        grant, (route, gate) = req.grant, way
-        assert grant is not None
-        flow = self.open(req, grant, route)
-        assert flow is not None
-        verb = self._codes.get(op.verb, 0)  # of a verb with one part
-        index = self._core.start_op(flow, route.positions[op.layers], op.source_pages.pages, op.start, gate, verb)
-        assert index is not None
+    def met(self, req: SenderRequest, op: SendOp, met: Met) -> None:
+        """What `meet` or `begin` has begun is of this request."""
+        _, flow, index, route = met
+        self.opened(req, flow, route)
         self._runs(req, op, index)
 
     # ------------------------------------------------------------------ later verbs

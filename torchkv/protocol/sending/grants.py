@@ -85,10 +85,12 @@ class Grants:
         return not self.unmet.is_revoked(key) and requests.has_room(dst)
 
     def begin(self, grant: BoundGrant, now: float) -> SenderRequest:
-        """Begins the request that binds a grant of `waiting`, or one of `awaits`. As `request`, for what is plain."""
+        """Begins the request that binds a grant of `waiting`, or one of `awaits`. As `request`, for what is plain.
+
+        `leave_loop` is to be called, too, once it is known what the request has on the loop.
+        """
         req = self._requests.begin(grant.request, grant.dst, now)
         self.unmet.take((grant.request, grant.dst))
-        self._leave_loop(req, grant, now)
         self._requests.bind(req, grant, now)
         self._endings.counts.grants.add(0.0)
         return req
@@ -261,7 +263,7 @@ class Grants:
 
     def _bind(self, req: SenderRequest, grant: BoundGrant, now: float) -> None:
         """Starts what waited for the grant, or fails the request if that does not fit the grant."""
-        self._leave_loop(req, grant, now)
+        self.leave_loop(req, grant, now)
         self._requests.bind(req, grant, now)
         self._endings.counts.grants.add(now - req.begun_at)
         trace.debug("request %r to rank %d: bound to its grant, generation %d", req.request, req.dst, grant.generation)
@@ -277,7 +279,7 @@ class Grants:
         if req.finish is not None:
             self._handover.finish(req, now)
 
-    def _leave_loop(self, req: SenderRequest, grant: BoundGrant, now: float) -> None:
+    def leave_loop(self, req: SenderRequest, grant: BoundGrant, now: float) -> None:
         """Takes requests back that wait on the loop, if this grant to one of their name is behind a prefix.
 
         For the loop binds behind none, and compares none. What it has bound is known after this.
