@@ -261,13 +261,16 @@ def random_places(
 def _narrow(core: Core, dice: random.Random) -> None:
     """Turns of a few bytes, mailboxes of a few records, grants in parts: much happens in the middle of a request.
 
-    And a loop that now and then gets no processor, while Python goes on.
+    And a loop that now and then gets no processor, while Python goes on, or that goes on amid a verb.
     """
     core.world["turn"] = dice.choice([1, 48, 200, 1 << 20])
     core.world["window"] = dice.choice([2, 3, 9, MAILBOX_RECORDS])
     core.world["part"] = dice.choice([200, 600, PART])
     turns, step = dice.choice([1.0, 1.0, 0.6, 0.2]), core.runner.step
     core.runner.step = lambda: dice.random() < turns and step()
+    amid = random.Random(repr(dice.getstate()))  # does not change what else is drawn
+    often = amid.choice([0.0, 0.0, 0.5, 1.0])
+    core.runner.told = lambda **_: amid.random() < often and core.world["lock"] == 0 and core.runner.step()
 
 
 class Cluster:
