@@ -187,7 +187,7 @@ class Core:
         prefixed: whether the grant may be behind a prefix. The flow and the index of the op. None, and nothing is done,
         if there is no such grant, or anything speaks against it.
         """
-        if not self.has_room:
+        if not self.has_room():
             return None
         flow, index = self._free_sends[-1], self._free_ops[-1]
         send = flow, way.address, self._network(way), serial, begun, *hashes, writers
@@ -218,7 +218,7 @@ class Core:
 
         None, and nothing is done, if all are in use, or one of ``pages`` is out of range.
         """
-        if not self.has_room:
+        if not self.has_room():
             return None
         ids = with_slot(granted, slot if way.has_state else None)
         flow, index = self._free_sends[-1], self._free_ops[-1]
@@ -246,10 +246,9 @@ class Core:
         """A command comes soon: the loop is to spin until it is there, where it ever spins. Any thread."""
         steering.rouse(self._address)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether `open_send` and `start_op` would find a flow and an index."""
-        return bool(self._free_sends and self._free_ops)
+    def has_room(self, count: int = 1) -> bool:
+        """Whether `open_send` and `start_op` would find so many flows and indices."""
+        return len(self._free_sends) >= count and len(self._free_ops) >= count
 
     def has_ops(self, count: int) -> bool:
         """Whether `start_op` would find so many indices."""

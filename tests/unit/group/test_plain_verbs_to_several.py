@@ -1,4 +1,4 @@
-"""Plain verbs to the ranks of an instance, behind the first: as the general way, at all of them or none."""
+"""Plain verbs to the ranks of an instance: as the general way, at all of them or none."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def new_cluster() -> Cluster:
     return made
 
 
-def granted(cluster: Cluster, *prefixes: int, dst: str | None = "d") -> Rank:
-    """The writer, once both have granted "r" behind these prefixes, in tokens, and its first layer is sent."""
+def granted(cluster: Cluster, *prefixes: int, dst: str | None = "d", begun: bool = True) -> Rank:
+    """The writer, once both have granted "r" behind these prefixes, in tokens. begun: its first layer is sent."""
     writer, readers = cluster[0], cluster.ranks[1:]
     for reader, prefix, pages in zip(readers, prefixes or (0, 0), GRANTED, strict=True):
         more = [7] if prefix == PAGE_SIZE else []  # it holds one page less
@@ -53,8 +53,9 @@ def granted(cluster: Cluster, *prefixes: int, dst: str | None = "d") -> Rank:
     assert cluster.run(lambda: all(writer.engine.sender.grants.of("r", rank) for rank in (1, 2)), limit=1)
     if dst is None and len(set(prefixes)) < 2:
         assert writer.granted("r", None) is not None  # now it is known to whom
-    first = np.array([*HELD, *SENT]) if any(prefixes) else SENT
-    writer.send_slice("r", 0, first, dst, origin="prompt")
+    if begun:
+        first = np.array([*HELD, *SENT]) if any(prefixes) else SENT
+        writer.send_slice("r", 0, first, dst, origin="prompt")
     return writer
 
 
@@ -84,8 +85,9 @@ def poison(cluster: Cluster) -> None:
 @pytest.mark.parametrize("dst", ["d", None])
 @pytest.mark.parametrize("prefix", [0, 2 * PAGE_SIZE])
 @pytest.mark.parametrize("from_prompt", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
 def test_it_leaves_behind_what_the_general_way_does(
-    dst: str | None, prefix: int, from_prompt: bool, monkeypatch: pytest.MonkeyPatch
+    dst: str | None, prefix: int, from_prompt: bool, begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = HELD if from_prompt and prefix else []
     origin: dict[str, Any] = {"origin": "prompt"} if from_prompt else {}
@@ -93,10 +95,10 @@ def test_it_leaves_behind_what_the_general_way_does(
     def run() -> tuple[object, ...]:
         cluster = new_cluster()
         poison(cluster)
-        writer = granted(cluster, prefix, prefix, dst=dst)
+        writer = granted(cluster, prefix, prefix, dst=dst, begun=begun)
         if plain:
             forbid_the_general_way(writer, monkeypatch)
-        works = [writer.send_slice("r", 1, [*held, *SENT], dst, **origin)]
+        works = [writer.send_slice("r", layer, [*held, *SENT], dst, **origin) for layer in ((1,) if begun else (0, 1))]
         works.append(writer.send_pages("r", torch.from_numpy(np.array([*held, *SENT])), dst, layers=2, **origin))
         works.append(writer.send_pages("r", np.array([*held, *SENT]), dst, layers=3, **origin))
         left = end(cluster, dst)
@@ -140,19 +142,23 @@ def test_a_finish_of_which_one_receiver_lacks_a_layer_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("from_prompt", [False, True])
-def test_unequal_prefixes_are_for_the_general_way(from_prompt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("begun", [False, True])
+def test_unequal_prefixes_are_for_the_general_way(
+    from_prompt: bool, begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which counts from the prompt for each, or says that nobody knows where such pages begin."""
 
     def call(writer: Rank) -> str:
         origin: dict[str, Any] = {"origin": "prompt"} if from_prompt else {}
         return outcome(lambda: writer.send_slice("r", 1, [*HELD, *SENT], "d", **origin))
 
-    said = call(granted(new_cluster(), 2 * PAGE_SIZE, PAGE_SIZE))
+    said = call(granted(new_cluster(), 2 * PAGE_SIZE, PAGE_SIZE, begun=begun))
     leave_the_straight_way(monkeypatch)
-    assert call(granted(new_cluster(), 2 * PAGE_SIZE, PAGE_SIZE)) == said
+    assert call(granted(new_cluster(), 2 * PAGE_SIZE, PAGE_SIZE, begun=begun)) == said
     assert "accepted" not in said or from_prompt
 
 
+@pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize(
     "call",
     [
@@ -167,25 +173,41 @@ def test_unequal_prefixes_are_for_the_general_way(from_prompt: bool, monkeypatch
         lambda kv: kv.send_layer("r", 1, SENT, "d"),  # the ranks hold halves of pages
     ],
 )
-def test_what_is_refused_begins_nowhere(call: Callable[[Rank], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = granted(new_cluster())
+def test_what_is_refused_begins_nowhere(
+    call: Callable[[Rank], object], begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = granted(new_cluster(), begun=begun)
     core = writer.engine.flows.core
-    free = len(core._free_ops)
+    free = len(core._free_ops), len(core._free_sends)
     said = outcome(lambda: call(writer))
-    assert len(core._free_ops) == free
+    assert (len(core._free_ops), len(core._free_sends)) == free
     leave_the_straight_way(monkeypatch)
     assert outcome(lambda: call(writer)) == said != "accepted"
 
 
-def test_without_room_for_all_the_general_way_serves_all() -> None:
+@pytest.mark.parametrize(("begun", "of"), [(True, "_free_ops"), (False, "_free_ops"), (False, "_free_sends")])
+def test_without_room_for_all_the_general_way_serves_all(begun: bool, of: str) -> None:
     cluster = new_cluster()
     poison(cluster)
-    writer = granted(cluster)
-    core = writer.engine.flows.core
-    core._free_ops[:], kept = core._free_ops[:1], core._free_ops[1:]
-    works = [writer.send_slice("r", 1, SENT, "d")]
-    core._free_ops += kept
-    works += [writer.send_slice("r", layer, SENT, "d") for layer in (2, 3)]
+    writer = granted(cluster, begun=begun)
+    free = getattr(writer.engine.flows.core, of)
+    free[:], kept = free[:1], free[1:]
+    layers = range(int(begun), LAYERS)
+    works = [writer.send_slice("r", layers[0], SENT, "d")]
+    free += kept
+    works += [writer.send_slice("r", layer, SENT, "d") for layer in layers[1:]]
+    end(cluster, "d")
+    assert all(work.is_success() for work in works)
+
+
+def test_of_ranks_of_which_one_has_not_granted_the_general_way_waits_for_that() -> None:
+    cluster = new_cluster()
+    poison(cluster)
+    writer, readers = cluster[0], cluster.ranks[1:]
+    readers[0].recv_pages("r", GRANTED[0], "p")
+    assert cluster.run(lambda: writer.engine.sender.grants.of("r", 1), limit=1)
+    works = [writer.send_slice("r", layer, SENT, "d") for layer in range(LAYERS)]
+    readers[1].recv_pages("r", GRANTED[1], "p")
     end(cluster, "d")
     assert all(work.is_success() for work in works)
 

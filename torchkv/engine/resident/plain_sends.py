@@ -115,9 +115,9 @@ class PlainSends:
             self._expected[dst] = likely
         return likely
 
-    def begin(self, call: Call, given: Int64Array, grant: BoundGrant, begun: float) -> Met | None:
-        """As `meet`, under a grant that Python knows."""
-        verb, _, layers, ids, dst, start, event = call
+    def way(self, call: Call, grant: BoundGrant) -> tuple[Route, Gate] | None:
+        """How `begin` can begin a request under this grant, which Python knows."""
+        _, _, _, ids, dst, start, event = call
         plan = grant.plan
         if grant.flow is None or (start + len(ids) - 1) * plan.src_page_size >= len(grant.pages) * plan.dst_page_size:
             return None
@@ -126,6 +126,22 @@ class PlainSends:
             return None
         if route.way.has_kernels and max(len(ids), len(grant.pages)) > MAX_GRANTED:
             return None
+        return route, gate
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many requests can begin."""
+        return self._core.has_room(count)
+
+    def begin(
+        self, call: Call, given: Int64Array, grant: BoundGrant, way: tuple[Route, Gate], begun: float
+    ) -> Met | None:
+        """As `meet`, under a grant that Python knows. way: what `way` has returned.
+
+        None, and nothing is done, if one of the pages is none, or there is no room.
+        """
+        verb, _, layers, ids, _, start, _ = call
+        route, gate = way
+        assert grant.flow is not None
         begun_on_loop = self._core.begin(
             route.way,
             route.positions[layers],

@@ -1,0 +1,345 @@
+"""The verbs that send pages, as nearly all calls are: see `torchkv.group.plain_verbs`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+from weakref import ref
+
+import numpy as np
+
+from torchkv.arrays import Int64Array
+from torchkv.cache import KVCache
+from torchkv.engine.resident.plain_sends import Call, Met
+from torchkv.engine.scheduler import SourcePages
+from torchkv.engine.work import KVWork, LoopProgress
+from torchkv.group import arguments
+from torchkv.group.arguments import HeldLayers, Layers, Pages, Peers
+from torchkv.group.recorded_verbs import RecordedVerbs
+from torchkv.host.page_id_check import copy_ids
+from torchkv.protocol.actions import ANYBODY, BoundGrant, SendOp
+from torchkv.protocol.sending.grant_checks import behind
+
+if TYPE_CHECKING:
+    from torchkv.engine.engine import Engine
+    from torchkv.protocol.sending.request import SenderRequest
+
+__all__ = ["PlainSending", "trace"]
+
+trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
+
+
+class PlainSending(RecordedVerbs):
+    """See the module, and `Verbs`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        cache: KVCache | None,
+        *,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(engine)
+        self.cache = cache
+        self.forced_path = engine.options.forced_path
+        self._layout = None if cache is None else cache.layout
+        self._stateful = cache is not None and cache.layout.stateful
+        self._num_slots = 0 if cache is None else cache.num_slots
+        layers = () if cache is None else cache.layout.layers
+        self._plain_layers: dict[int | None, tuple[int, ...]] = {None: layers, **{layer: (layer,) for layer in layers}}
+        self._wake = wake
+        self._sync_words = None if engine.gpu is None else engine.gpu.sync_words
+        self.clock = clock
+        # For works that the resident loop completes.
+        self._loop: ref[LoopProgress] | None = None if engine.flows is None else ref[LoopProgress](engine)
+
+    def _targets(self, request: str, dst: Peers | None) -> tuple[int, ...]:
+        """The ranks that a request goes to: of the instance that is named, or who has granted it; () if not known."""
+        if type(dst) is int:
+            return (dst,)
+        if dst is None:
+            return self.engine.sender.requests.addressed.get(request, ())
+        return self.engine.group_map.of(request).known_targets(dst) if isinstance(dst, str) else ()
+
+    def _send_plain(
+        self,
+        verb: str,
+        request: str,
+        layers: Layers,
+        pages: Pages,
+        dst: Peers | None,
+        start: int,
+        event: Any,
+        from_prompt: bool,
+    ) -> KVWork | None:
+        engine, flows = self.engine, self.engine.flows
+        if type(layers) is int or layers is None:
+            held = self._plain_layers.get(layers)
+        else:
+            held = layers if type(layers) is HeldLayers else None
+        if type(request) is not str or type(start) is not int or start < 0:
+            return None
+        if flows is None or held is None or trace.isEnabledFor(logging.DEBUG):
+            return None
+        rank = dst if type(dst) is int else None
+        if rank is None and (ranks := self._targets(request, dst)):
+            if len(ranks) > 1:
+                return self._send_several(verb, request, held, pages, ranks, start, event, from_prompt)
+            rank = ranks[0]
+        if rank is None and dst is not None:
+            return None
+        req = None if rank is None else engine.sender.requests.by_key.get((request, rank))
+        if req is None and (rank is None or flows.plain.has_served(rank)):
+            flows.core.rouse()  # to wake it takes as long as this verb
+        if (copyable := arguments.copyable_pages(pages)) is None:
+            return None
+        given, ids = copyable
+        if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
+            return None
+        if rank is None:
+            if (found := self._find(request, given, ids, event)) is None:
+                return None
+            if len(found) > 1:
+                return self._send_several(verb, request, held, ids, found, start, event, from_prompt)
+            rank = found[0]
+            req = engine.sender.requests.by_key.get((request, rank))
+        if verb == "send_layer" and (rank,) not in engine.whole_pages:
+            return None
+        call = verb, request, held, ids, rank, start, event
+        if req is None:
+            return None if dst is None else self._begin(call, given, from_prompt)
+        return self._continue(req, call, given, from_prompt)
+
+    def _continue(self, req: SenderRequest, call: Call, given: Int64Array, from_prompt: bool) -> KVWork | None:
+        """Sends to a receiver whose request has begun. given: the page ids as the caller gave them, not checked."""
+        engine, flows = self.engine, self.engine.flows
+        assert flows is not None
+        with engine.lock:
+            if req.grant is None:
+                engine.catch_up()  # the loop may have bound it
+            grant = req.grant
+            if grant is not None and grant.prefix_tokens and (from_prompt or grant.absent_tokens):
+                if (left := self._behind(grant, call, given, from_prompt)) is None:
+                    return None
+                call, given = left
+            if req.fresh and grant is not None:
+                return self._open(call, given, grant, req)
+            op = self._op(*call)
+            if not flows.plain.start_more(req, op, given):
+                return None
+            req.add_sent(op)
+        return cast(KVWork, op.work)
+
+    def _send_several(
+        self,
+        verb: str,
+        request: str,
+        layers: tuple[int, ...],
+        pages: Pages,
+        ranks: tuple[int, ...],
+        start: int,
+        event: Any,
+        from_prompt: bool,
+    ) -> KVWork | None:
+        """As `_send_plain`, to several ranks: of a verb that begins all of their requests, or none."""
+        engine, flows, num_pages = self.engine, self.engine.flows, self.engine.group_map.me.num_pages
+        if flows is None or (verb == "send_layer" and ranks not in engine.whole_pages):
+            return None
+        if (request, ranks[0]) not in engine.sender.requests.by_key:
+            flows.core.rouse()  # to wake it takes as long as this verb
+        if (copyable := arguments.copyable_pages(pages)) is None or not copy_ids(*copyable, num_pages):
+            return None
+        if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
+            return None
+        ids, now, began = copyable[1], self.clock(), time.perf_counter()
+        with engine.lock:
+            if (found := self._grants_of(request, ranks)) is None:
+                return None
+            reqs, grants, begins = found
+            if from_prompt and grants[0].prefix_tokens:
+                start, _, held = behind(grants[0], start, len(ids), from_prompt=True)
+                ids = ids[held:]
+            work = KVWork(f"{verb}({request!r})", sync_words=self._sync_words, loop=self._loop, parts=len(ranks))
+            work._began = began
+            source = SourcePages(ids, event, self.forced_path)
+            ops = [SendOp(request, rank, {}, layers, start, len(ids), work, source) for rank in ranks]
+            if not begins:
+                return work if self._start_all(reqs, ops) else None
+            begun = self._begin_all(reqs, grants, ops, now)
+            wake = engine.exchange.has_actions
+        if wake:
+            self._wake()
+        return work if begun else None
+
+    def _grants_of(
+        self, request: str, ranks: tuple[int, ...]
+    ) -> tuple[list[SenderRequest], list[BoundGrant], bool] | None:
+        """The requests to these ranks, if any has begun, their grants, and whether they begin on the loop now.
+
+        None if they are not alike, or nothing is plain. Under the lock.
+        """
+        engine, sender = self.engine, self.engine.sender
+        reqs = [req for rank in ranks if (req := sender.requests.by_key.get((request, rank))) is not None]
+        begins = not reqs or reqs[0].fresh
+        if begins:
+            if engine.closed or engine.lost or self.forced_path is not None:
+                return None
+            if any(not req.fresh or req.error is not None or req.finish is not None for req in reqs):
+                return None
+            engine.catch_up()
+        if reqs and len(reqs) < len(ranks):
+            return None
+        grants = [req.grant for req in reqs] or [sender.grants.waiting(request, rank) for rank in ranks]
+        known = [grant for grant in grants if grant is not None and not grant.absent_tokens]
+        if len(known) < len(ranks) or any(grant.prefix_tokens != known[0].prefix_tokens for grant in known):
+            return None
+        return reqs, known, begins
+
+    def _begin_all(self, reqs: list[SenderRequest], grants: list[BoundGrant], ops: list[SendOp], now: float) -> bool:
+        """Begins a request under each of these grants on the loop with its op, or none. Under the lock.
+
+        reqs: the requests, if Python has begun them. The pages of the ops are checked.
+        """
+        flows, sender_grants = self.engine.flows, self.engine.sender.grants
+        assert flows is not None
+        calls: list[Call] = []
+        for op in ops:
+            source: SourcePages = op.source_pages
+            assert isinstance(source.pages, np.ndarray)
+            calls.append(("", op.request, op.layers, source.pages, op.dst, op.start, source.event))
+        ways = [flows.plain.way(call, grant) for call, grant in zip(calls, grants, strict=True)]
+        if None in ways or not flows.plain.has_room(len(ops)):
+            return False
+        met = []
+        for call, grant, way in zip(calls, grants, ways, strict=True):
+            assert way is not None
+            met.append(flows.plain.begin(call, call[3], grant, way, now))
+        new = [] if reqs else [sender_grants.begin(grant, now) for grant in grants]
+        for req, op, one in zip(reqs or new, ops, met, strict=True):
+            assert one is not None
+            req.fresh = False
+            flows.plain.met(req, op, one)
+            req.add_sent(op)
+        for req, grant in zip(new, grants[: len(new)], strict=True):
+            sender_grants.leave_loop(req, grant, now)
+        return True
+
+    def _find(self, request: str, given: Int64Array, ids: Int64Array, event: Any) -> tuple[int, ...] | None:
+        """The ranks that have granted a request to anybody, which begins now. None if nobody has.
+
+        Nothing begins with pages, or an event, that `Verbs` would refuse.
+        """
+        engine, flows = self.engine, self.engine.flows
+        assert flows is not None
+        if not copy_ids(given, ids, engine.group_map.me.num_pages) or flows.routes.gate(event) is None:
+            return None
+        with engine.lock:
+            if engine.closed or engine.lost:
+                return None
+            engine.catch_up()
+            ranks = engine.sender.receivers(request, self.clock())
+            wake = engine.exchange.has_actions
+        if wake:
+            self._wake()
+        return ranks if ranks and ranks != (ANYBODY,) else None
+
+    def _op(
+        self, verb: str, request: str, layers: tuple[int, ...], ids: Int64Array, dst: int, start: int, event: Any
+    ) -> SendOp:
+        work = KVWork(f"{verb}({request!r})", sync_words=self._sync_words, loop=self._loop, parts=1)
+        op = SendOp(request, dst, {}, layers, start, len(ids), work, SourcePages(ids, event, self.forced_path))
+        op.verb = verb
+        return op
+
+    def _begin(self, call: Call, given: Int64Array, from_prompt: bool) -> KVWork | None:
+        """Begins a request whose grant has come with its first op. None, and nothing is done, if that is not plain.
+
+        given: the op's page ids as the caller gave them, which are checked as they are copied. from_prompt: whether
+        they count from the prompt, so that the loop must not bind them behind a prefix.
+        """
+        _, request, _, _, dst, _, _ = call
+        engine, flows = self.engine, self.engine.flows
+        if flows is None or self.forced_path is not None:
+            return None
+        if not flows.plain.has_served(dst) and engine.group_map.known_targets(dst) != (dst,):
+            return None
+        grants, now, began = engine.sender.grants, self.clock(), time.perf_counter()
+        work: KVWork | None
+        with engine.lock:
+            if engine.closed or engine.lost:
+                return None
+            if grants.awaits(request, dst) and (met := flows.plain.meet(call, given, now, from_prompt)) is not None:
+                work = self._met(met, call, None, now, began)
+                wake = met[0].prefix_tokens > 0 and engine.exchange.has_actions
+            else:
+                engine.catch_up()
+                work = self._bind(call, given, from_prompt)
+                wake = engine.exchange.has_actions
+        if wake:
+            self._wake()
+        return work
+
+    def _bind(self, call: Call, given: Int64Array, from_prompt: bool) -> KVWork | None:
+        """As `_begin`, of a grant that Python knows. Under the lock."""
+        _, request, _, _, dst, _, _ = call
+        grant = self.engine.sender.grants.waiting(request, dst)
+        if grant is None:
+            return None
+        if from_prompt and grant.prefix_tokens:
+            if (left := self._behind(grant, call, given, from_prompt)) is None:
+                return None
+            call, given = left
+        return self._open(call, given, grant, None)
+
+    def _behind(
+        self, grant: BoundGrant, call: Call, given: Int64Array, from_prompt: bool
+    ) -> tuple[Call, Int64Array] | None:
+        """A call without the pages that the receiver holds, or needs not; None if one of these is no page."""
+        verb, request, layers, ids, dst, start, event = call
+        start, _, held = behind(grant, start, len(ids), from_prompt=from_prompt)
+        if not copy_ids(given[:held], ids[:held], self.engine.group_map.me.num_pages):
+            return None
+        return (verb, request, layers, ids[held:], dst, start, event), given[held:]
+
+    def _open(self, call: Call, given: Int64Array, grant: BoundGrant, req: SenderRequest | None) -> KVWork | None:
+        """The first op of a request: of ``req``, which is bound to this grant, or of one that begins now."""
+        engine, flows = self.engine, self.engine.flows
+        assert flows is not None
+        now, began = self.clock(), time.perf_counter()
+        if req is not None and (req.error is not None or req.finish is not None or engine.closed or engine.lost):
+            return None
+        if self.forced_path is not None or (way := flows.plain.way(call, grant)) is None:
+            return None
+        met = flows.plain.begin(call, given, grant, way, now if req is None else req.begun_at)
+        return None if met is None else self._met(met, call, req, now, began)
+
+    def _met(self, met: Met, call: Call, req: SenderRequest | None, now: float, began: float) -> KVWork:
+        """The loop is at work: what follows is for Python's own records. req: as of `_open`. began: when it was called.
+
+        Nothing here may take in what the loop has done, before it is recorded what that is.
+        """
+        engine, grant = self.engine, met[0]
+        assert engine.flows is not None
+        op = self._op(*call)
+        op.work._began = began
+        begins = req is None
+        if req is None:
+            req = engine.sender.grants.begin(grant, now)
+        req.fresh = False
+        engine.flows.plain.met(req, op, met)
+        req.add_sent(op)
+        if begins:
+            engine.sender.grants.leave_loop(req, grant, now)
+        return cast(KVWork, op.work)
+
+    def _start_all(self, reqs: list[SenderRequest], ops: list[SendOp]) -> bool:
+        """Starts an op of each request, or of none. Under the lock."""
+        assert self.engine.flows is not None
+        if not self.engine.flows.plain.start_several(reqs, ops):
+            return False
+        for req, op in zip(reqs, ops, strict=True):
+            req.add_sent(op)
+        return True
