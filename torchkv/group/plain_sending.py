@@ -148,62 +148,63 @@ class PlainSending(RecordedVerbs):
         engine, flows, num_pages = self.engine, self.engine.flows, self.engine.group_map.me.num_pages
         if flows is None or (verb == "send_layer" and ranks not in engine.whole_pages):
             return None
-        if (request, ranks[0]) not in engine.sender.requests.by_key:
+        reqs = []
+        for rank in ranks:
+            if (req := engine.sender.requests.by_key.get((request, rank))) is None:
+                break
+            reqs.append(req)
+        begins = len(reqs) < len(ranks) or reqs[0].fresh
+        if begins:
             flows.core.rouse()  # to wake it takes as long as this verb
         if (copyable := arguments.copyable_pages(pages)) is None or not copy_ids(*copyable, num_pages):
             return None
         if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
             return None
-        ids, now, began = copyable[1], self.clock(), time.perf_counter()
+        ids = copyable[1]
         with engine.lock:
-            if (found := self._grants_of(request, ranks)) is None:
+            grants = self._waiting(request, ranks, reqs) if begins else [req.grant for req in reqs]
+            if not grants or (grant := grants[0]) is None:
                 return None
-            reqs, grants, begins = found
-            if from_prompt and grants[0].prefix_tokens:
-                start, _, held = behind(grants[0], start, len(ids), from_prompt=True)
+            for other in grants:
+                if other is None or other.prefix_tokens != grant.prefix_tokens:
+                    return None
+            if from_prompt and grant.prefix_tokens:
+                start, _, held = behind(grant, start, len(ids), from_prompt=True)
                 ids = ids[held:]
             work = KVWork(f"{verb}({request!r})", sync_words=self._sync_words, loop=self._loop, parts=len(ranks))
-            work._began = began
             source = SourcePages(ids, event, self.forced_path)
             ops = [SendOp(request, rank, {}, layers, start, len(ids), work, source) for rank in ranks]
             if not begins:
                 return work if self._start_all(reqs, ops) else None
-            begun = self._begin_all(reqs, grants, ops, now)
+            begun = self._begin_all(cast(list[BoundGrant], grants), reqs, ops)
             wake = engine.exchange.has_actions
         if wake:
             self._wake()
         return work if begun else None
 
-    def _grants_of(
-        self, request: str, ranks: tuple[int, ...]
-    ) -> tuple[list[SenderRequest], list[BoundGrant], bool] | None:
-        """The requests to these ranks, if any has begun, their grants, and whether they begin on the loop now.
+    def _waiting(self, request: str, ranks: tuple[int, ...], reqs: list[SenderRequest]) -> list[BoundGrant | None]:
+        """Of each rank the grant under which its request can begin on the loop now. Under the lock.
 
-        None if they are not alike, or nothing is plain. Under the lock.
+        reqs: those that Python has begun, all or none. Empty if there are others by now, or they have begun otherwise.
         """
         engine, sender = self.engine, self.engine.sender
-        reqs = [req for rank in ranks if (req := sender.requests.by_key.get((request, rank))) is not None]
-        begins = not reqs or reqs[0].fresh
-        if begins:
-            if engine.closed or engine.lost or self.forced_path is not None:
-                return None
-            if any(not req.fresh or req.error is not None or req.finish is not None for req in reqs):
-                return None
-            engine.catch_up()
-        if reqs and len(reqs) < len(ranks):
-            return None
-        grants = [req.grant for req in reqs] or [sender.grants.waiting(request, rank) for rank in ranks]
-        known = [grant for grant in grants if grant is not None and not grant.absent_tokens]
-        if len(known) < len(ranks) or any(grant.prefix_tokens != known[0].prefix_tokens for grant in known):
-            return None
-        return reqs, known, begins
+        if engine.closed or engine.lost or self.forced_path is not None:
+            return []
+        engine.catch_up()
+        if [req for rank in ranks if (req := sender.requests.by_key.get((request, rank))) is not None] != reqs:
+            return []
+        if not reqs:
+            return [sender.grants.waiting(request, rank) for rank in ranks]
+        fresh = [req.grant for req in reqs if req.fresh and req.error is None and req.finish is None]
+        grants = [None if grant is None or grant.absent_tokens else grant for grant in fresh]
+        return grants if len(grants) == len(ranks) else []
 
-    def _begin_all(self, reqs: list[SenderRequest], grants: list[BoundGrant], ops: list[SendOp], now: float) -> bool:
+    def _begin_all(self, grants: list[BoundGrant], reqs: list[SenderRequest], ops: list[SendOp]) -> bool:
         """Begins a request under each of these grants on the loop with its op, or none. Under the lock.
 
         reqs: the requests, if Python has begun them. The pages of the ops are checked.
         """
-        flows, sender_grants = self.engine.flows, self.engine.sender.grants
+        flows, sender_grants, now = self.engine.flows, self.engine.sender.grants, self.clock()
         assert flows is not None
         calls: list[Call] = []
         for op in ops:
