@@ -26,7 +26,7 @@ def test_the_runs_are_worth_their_time(network: bool, monkeypatch: pytest.Monkey
         return found
 
     monkeypatch.setattr(PlainSends, "meet", meet)
-    for seed in range(60):
+    for seed in range(100):
         clean_run(seed, single=True, network=network)
     assert met.count(True) > (5 if network else 10)
     assert met.count(False) > 10

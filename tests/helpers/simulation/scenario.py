@@ -323,6 +323,7 @@ class Scenario:
         req = rank.engine.receiver.requests.live[flow.name]
         self.note("posted", rank.rank, flow.name, req.generation, tuple(pages))
         self.receivings.append(Receiving(flow, rank, req, work, before, pages, slot))
+        self.observe(rank)  # loops that go on amid verbs may end this lease before the rank's next step
 
     def _post_again(self, flow: Flow, rank: Rank) -> None:
         """The receiver cancels one request and posts the next at once, while messages of the former still arrive."""
