@@ -44,11 +44,11 @@ class Loop:
 
     def __enter__(self) -> Loop:
         self._real = Registration._connect_loop, routes.MAX_STAGED_RUN
-        self._verbs = Core.open_send, Core.wait_for_grant, Core.meet
+        self._verbs = Core.open_send, Core.wait_for_grant, Core.meet, Core.begin
         routes.MAX_STAGED_RUN = 0
         if self._apart:
             Registration._connect_loop = lambda registration, metadata: None
-        for name in ("open_send", "wait_for_grant", "meet"):
+        for name in ("open_send", "wait_for_grant", "meet", "begin"):
             setattr(Core, name, self._noting(getattr(Core, name)))
         return self
 
@@ -62,7 +62,7 @@ class Loop:
 
     def __exit__(self, *_: object) -> None:
         Registration._connect_loop, routes.MAX_STAGED_RUN = self._real
-        Core.open_send, Core.wait_for_grant, Core.meet = self._verbs
+        Core.open_send, Core.wait_for_grant, Core.meet, Core.begin = self._verbs
 
 
 def check_bytes(kv: KVProcessGroup, cache: KVCache, sent: list[int], received: list[int]) -> None:

@@ -66,7 +66,7 @@ def noted() -> Iterator[None]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("open_send", "wait_for_grant", "meet"):
+        for name in ("open_send", "wait_for_grant", "meet", "begin"):
             patch.setattr(Core, name, noting(getattr(Core, name)))
         yield
 

@@ -184,6 +184,7 @@ class GroupScenario:
         layer: Any = work._layer
         parts = layer.args[1].parts
         self.received.append(Received(request, rank, pages, before, work, parts))
+        self._observe(rank)  # loops that go on amid verbs may end this lease before the rank's next step
         self.works.append((rank, f"recv {request.name}", work))
 
     def _allocate(self, request: Request, rank: Rank) -> dict[str, list[int]] | None:
