@@ -13,7 +13,7 @@ from tests.helpers.references.memory import snapshot
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
 from tests.helpers.simulation.requests import done, layout, seed, shadow
 from torchkv.core.core import Core
-from torchkv.core.loop.codes import OPEN, VOTED
+from torchkv.core.loop.codes import VOTED
 from torchkv.core.runner import Runner
 from torchkv.engine.work import KVWork
 from torchkv.errors import PageOutOfRange, PeerLost, TransferCancelled, TransferTimeout
@@ -175,15 +175,27 @@ def test_a_rank_that_never_posts_fails_the_one_that_is_complete() -> None:
     assert "post it on every rank" in str(rx.exception())
 
 
-@pytest.mark.parametrize("victim", [LEADER, MEMBER])
-def test_a_rank_that_dies_after_its_vote_fails_the_other(victim: int) -> None:
+def test_a_leader_that_dies_after_its_vote_fails_the_member() -> None:
     world = cluster()
-    survivor = LEADER + MEMBER - victim
-    go_on = stall(world[survivor])
+    go_on = stall(world[MEMBER])
     works = [*receive(world), *write(world)]
-    assert world.run(lambda: states(world[victim], VOTED) + states(world[victim], OPEN) == 1, limit=1)
-    world.kill(victim)
+    assert world.run(voted(world[LEADER]), limit=1)
+    world.kill(LEADER)
     go_on()
-    work = works[survivor - LEADER]
-    assert world.run(work.is_completed, limit=20)
-    assert isinstance(work.exception(), PeerLost)
+    assert world.run(works[MEMBER - LEADER].is_completed, limit=20)
+    assert isinstance(works[MEMBER - LEADER].exception(), PeerLost)
+
+
+@pytest.mark.parametrize("has_voted", [False, True])
+def test_a_member_that_dies_fails_the_leader_unless_it_has_voted(has_voted: bool) -> None:
+    """Then its pages are complete, too, and the leader has all votes."""
+    world = cluster()
+    go_on = stall(world[LEADER])
+    if not has_voted:
+        stall(world[MEMBER])
+    leads, *_ = [*receive(world), *write(world)]
+    assert not has_voted or world.run(voted(world[MEMBER]), limit=1)
+    world.kill(MEMBER)
+    go_on()
+    assert world.run(leads.is_completed, limit=20)
+    assert leads.is_success() if has_voted else isinstance(leads.exception(), PeerLost)

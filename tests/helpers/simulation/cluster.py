@@ -261,16 +261,19 @@ def random_places(
 def _narrow(core: Core, dice: random.Random) -> None:
     """Turns of a few bytes, mailboxes of a few records, grants in parts: much happens in the middle of a request.
 
-    And a loop that now and then gets no processor, while Python goes on, or that goes on amid a verb.
+    And a loop that now and then gets no processor, while Python goes on.
     """
     core.world["turn"] = dice.choice([1, 48, 200, 1 << 20])
     core.world["window"] = dice.choice([2, 3, 9, MAILBOX_RECORDS])
     core.world["part"] = dice.choice([200, 600, PART])
     turns, step = dice.choice([1.0, 1.0, 0.6, 0.2]), core.runner.step
     core.runner.step = lambda: dice.random() < turns and step()
-    amid = random.Random(repr(dice.getstate()))  # does not change what else is drawn
-    often = amid.choice([0.0, 0.0, 0.5, 1.0])
-    core.runner.told = lambda **_: amid.random() < often and core.world["lock"] == 0 and core.runner.step()
+
+
+def _run_by_callers(core: Core, dice: random.Random) -> None:
+    """Perhaps the loop goes on amid verbs: see `torchkv.core.thread`."""
+    often = dice.choice([0.0, 0.0, 0.5, 1.0])
+    core.runner.told = lambda **_: dice.random() < often and core.world["lock"] == 0 and core.runner.step()
 
 
 class Cluster:
@@ -281,7 +284,7 @@ class Cluster:
     applications, because nothing has woken a rank's progress thread. lag: whether gathers and scatters end some time
     after they began, as on a GPU. gpu: whether resident loops have kernels copy; implies ``lag``. network: whether they
     put pages, none of which is mapped. system_calls: whether that network is one of `SystemCalls`. apart: whether only
-    loops of one instance map each other's mailboxes, as on several hosts.
+    loops of one instance map each other's mailboxes, as on several hosts. run_by_callers: see `_run_by_callers`.
     observers: called with a rank after each of its steps.
     """
 
@@ -302,6 +305,7 @@ class Cluster:
         network: bool = False,
         system_calls: bool = False,
         apart: bool = False,
+        run_by_callers: bool = False,
     ) -> None:
         self._kind = _OnGpu if gpu else _Lagging if lag else Registration
         self.gpus: dict[int, LoopGpu] = {}  # by rank
@@ -332,6 +336,8 @@ class Cluster:
                 self._gpu_due[engine.group_map.rank] = 0.0
             if engine.flows is not None:
                 _narrow(engine.flows.core, random.Random(f"loop {seed} {engine.group_map.rank}"))
+                if run_by_callers:
+                    _run_by_callers(engine.flows.core, random.Random(f"callers {seed} {engine.group_map.rank}"))
         if self.network is not None:
             dice = random.Random(f"lanes {seed}")
             self.network.pieces = dice.choice([0.0, 0.0, 0.0, 0.0, 0.1, 0.5])

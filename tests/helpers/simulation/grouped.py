@@ -62,7 +62,12 @@ class GroupScenario:
             transport="loopback", heartbeat=0.2, path=path, staging_recv=4096, staging_send=4096, **limits
         )
         self.cluster = Cluster(
-            self._places(), seed=seed, faults=random_faults(dice, slowest=0.1), options=options, views=views
+            self._places(),
+            seed=seed,
+            faults=random_faults(dice, slowest=0.1),
+            options=options,
+            views=views,
+            run_by_callers=True,
         )
         self.world = self.cluster.world
         self.writers = [rank for rank in self.cluster.ranks if rank.engine.group_map.me.instance == "p"]

@@ -107,7 +107,6 @@ class Requests:
             return
         req = rank.engine.receiver.requests.live[name]
         self.receivings.append(Receiving(name, rank, req, work, before, pages, writers))
-        self.observe(rank)  # loops that go on amid verbs may end this lease before the rank's next step
 
     def send(self, rank: Rank, name: str, dst: str) -> None:
         if not rank.running or dst not in rank.engine.group_map.instances:

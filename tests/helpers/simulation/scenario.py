@@ -113,6 +113,7 @@ class Scenario:
             views=views,
             lag=lag,
             sleeps=single,
+            run_by_callers=True,
             gpu=gpu,
             network=network,
             system_calls=system_calls,
