@@ -15,12 +15,10 @@ import pytest
 import torch
 
 from tests.helpers.harness import Ranks, kv_group
-from tests.helpers.ranks.loop_ways import READER, WAYS, WRITER, acquaint
+from tests.helpers.ranks.loop_ways import READER, WAYS, WRITER, acquaint, note_sends
 from tests.helpers.ranks.small_cache import check_transfer, meet, page_bytes, random_cache
 from torchkv import KVCache, KVProcessGroup, TransferCancelled
-from torchkv.core.core import Core
 from torchkv.core.loop.limits import MAX_GRANTED
-from torchkv.core.way import Way
 from torchkv.engine.joining.registration import Registration
 from torchkv.engine.resident import routes
 from torchkv.engine.resident.notices import Notices
@@ -43,26 +41,15 @@ class Loop:
         self._apart = apart
 
     def __enter__(self) -> Loop:
-        self._real = Registration._connect_loop, routes.MAX_STAGED_RUN
-        self._verbs = Core.open_send, Core.wait_for_grant, Core.meet, Core.begin
-        routes.MAX_STAGED_RUN = 0
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(routes, "MAX_STAGED_RUN", 0)
         if self._apart:
-            Registration._connect_loop = lambda registration, metadata: None
-        for name in ("open_send", "wait_for_grant", "meet", "begin"):
-            setattr(Core, name, self._noting(getattr(Core, name)))
+            self._patch.setattr(Registration, "_connect_loop", lambda registration, metadata: None)
+        note_sends(self._patch, lambda way: self.sends.append(way.network))
         return self
 
-    def _noting(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(core: Core, way: Way, *given: Any, **more: Any) -> Any:
-            if (begun := real(core, way, *given, **more)) is not None:
-                self.sends.append(way.network)
-            return begun
-
-        return call
-
     def __exit__(self, *_: object) -> None:
-        Registration._connect_loop, routes.MAX_STAGED_RUN = self._real
-        Core.open_send, Core.wait_for_grant, Core.meet, Core.begin = self._verbs
+        self._patch.undo()
 
 
 def check_bytes(kv: KVProcessGroup, cache: KVCache, sent: list[int], received: list[int]) -> None:

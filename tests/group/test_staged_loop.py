@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from tests.helpers.harness import Ranks, ask, kv_group, kv_world
 from tests.helpers.ranks.lane_transfer import random_fill
+from tests.helpers.ranks.loop_ways import note_sends
 from tests.helpers.ranks.small_cache import meet
 from torchkv import KVCache, KVError, KVLayout, KVProcessGroup, KVWork, TransferCancelled
-from torchkv.core.core import Core
-from torchkv.core.way import Way
 from torchkv.engine.resident import routes
 from torchkv.engine.resident.standing_stages import StandingStages
 
@@ -57,17 +56,8 @@ def noted() -> Iterator[None]:
     """Notes in `Staged` what the loop is given."""
     Staged.sends = []
 
-    def noting(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(core: Core, way: Way, *given: Any, **more: Any) -> Any:
-            if (begun := real(core, way, *given, **more)) is not None:
-                Staged.sends.append(bool(way._record["staged"][0]))
-            return begun
-
-        return call
-
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("open_send", "wait_for_grant", "meet", "begin"):
-            patch.setattr(Core, name, noting(getattr(Core, name)))
+        note_sends(patch, lambda way: Staged.sends.append(bool(way._record["staged"][0])))
         yield
 
 

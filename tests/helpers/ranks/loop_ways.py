@@ -1,20 +1,25 @@
 """Ways to send three pages of a cache of two layers: what the resident loop does by itself, and what it cannot do.
 
-And ranks of which the loops have met.
+And ranks of which the loops have met, and what a rank's loop is given.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tests.helpers.ranks.small_cache import Gate, check_transfer
 from torchkv import KVProcessGroup, KVWork
+from torchkv.core.core import Core
+from torchkv.core.way import Way
 
-__all__ = ["READER", "WAYS", "WRITER", "acquaint"]
+__all__ = ["READER", "WAYS", "WRITER", "acquaint", "note_sends"]
 
 WRITER, READER = range(2)
 
@@ -62,6 +67,21 @@ WAYS = {
     "staged first": staged_first,
     "chunks": in_chunks,
 }
+
+
+def note_sends(patch: pytest.MonkeyPatch, note: Callable[[Way], None]) -> None:
+    """From now on ``note`` is told of each send that this rank's loop is given."""
+
+    def noting(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(core: Core, way: Way, *given: Any, **more: Any) -> Any:
+            if (begun := real(core, way, *given, **more)) is not None:
+                note(way)
+            return begun
+
+        return call
+
+    for name in ("open_send", "wait_for_grant", "meet", "begin"):
+        patch.setattr(Core, name, noting(getattr(Core, name)))
 
 
 def acquaint(kv: KVProcessGroup, *ranks: int) -> None:
