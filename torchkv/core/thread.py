@@ -114,6 +114,7 @@ def attend(worlds: Sequence[World], seen: int, nanoseconds: int) -> bool:
         last = now
         if now - began >= nanoseconds or now - idle_since >= _IDLE:
             break
+    exchange_if(bell, ATTENDED, ASLEEP)
     _leave(world)
     add(address + _ATTENDING, -1)
     return bool(load(address + _NEWS) != seen)
@@ -145,15 +146,12 @@ def end_turn(address: int, turn: int) -> None:
     world = world_at(address)
     world["turn"] = turn
     store(address + _LOCK, 0)
-    fence()
-    if _has_to_run(world):
-        ring(world, world["bell"])
+    _leave(world)
 
 
 @compiled
 def _leave(world: World) -> None:
     """Leaves the loop to its thread, which sleeps, and is woken if it has to do anything before the bell is rung."""
-    exchange_if(world["bell"], ATTENDED, ASLEEP)
     fence()
     if _has_to_run(world):
         ring(world, world["bell"])

@@ -212,21 +212,32 @@ class PlainSending(RecordedVerbs):
             assert isinstance(source.pages, np.ndarray)
             calls.append(("", op.request, op.layers, source.pages, op.dst, op.start, source.event))
         ways = [flows.plain.way(call, grant) for call, grant in zip(calls, grants, strict=True)]
-        if None in ways or not flows.plain.has_room(len(ops)):
+        if None in ways or not flows.core.has_room(len(ops)):
             return False
         met = []
         for call, grant, way in zip(calls, grants, ways, strict=True):
             assert way is not None
             met.append(flows.plain.begin(call, call[3], grant, way, now))
-        new = [] if reqs else [sender_grants.begin(grant, now) for grant in grants]
-        for req, op, one in zip(reqs or new, ops, met, strict=True):
-            assert one is not None
-            req.fresh = False
-            flows.plain.met(req, op, one)
-            req.add_sent(op)
-        for req, grant in zip(new, grants[: len(new)], strict=True):
+        # All are recorded before the first call that may take in what the loop has done.
+        known: list[SenderRequest | None] = [*reqs] or [None] * len(ops)
+        begun = [self._note(one, op, req, now) for one, op, req in zip(met, ops, known, strict=True)]
+        for req, grant in zip(begun, grants, strict=True):
             sender_grants.leave_loop(req, grant, now)
         return True
+
+    def _note(self, met: Met | None, op: SendOp, req: SenderRequest | None, now: float) -> SenderRequest:
+        """Records what the loop has begun. req: None if the request begins with it.
+
+        Nothing here takes in what the loop has done: it has to be known first what that is of.
+        """
+        assert met is not None
+        assert self.engine.flows is not None
+        if req is None:
+            req = self.engine.sender.grants.begin(met[0], now)
+        req.fresh = False
+        self.engine.flows.plain.met(req, op, met)
+        req.add_sent(op)
+        return req
 
     def _find(self, request: str, given: Int64Array, ids: Int64Array, event: Any) -> tuple[int, ...] | None:
         """The ranks that have granted a request to anybody, which begins now. None if nobody has.
@@ -318,22 +329,10 @@ class PlainSending(RecordedVerbs):
         return None if met is None else self._met(met, call, req, now, began)
 
     def _met(self, met: Met, call: Call, req: SenderRequest | None, now: float, began: float) -> KVWork:
-        """The loop is at work: what follows is for Python's own records. req: as of `_open`. began: when it was called.
-
-        Nothing here may take in what the loop has done, before it is recorded what that is.
-        """
-        engine, grant = self.engine, met[0]
-        assert engine.flows is not None
+        """The loop is at work: what follows is for Python's own records. req: as of `_open`. began: when it began."""
         op = self._op(*call)
         op.work._began = began
-        begins = req is None
-        if req is None:
-            req = engine.sender.grants.begin(grant, now)
-        req.fresh = False
-        engine.flows.plain.met(req, op, met)
-        req.add_sent(op)
-        if begins:
-            engine.sender.grants.leave_loop(req, grant, now)
+        self.engine.sender.grants.leave_loop(self._note(met, op, req, now), met[0], now)
         return cast(KVWork, op.work)
 
     def _start_all(self, reqs: list[SenderRequest], ops: list[SendOp]) -> bool:

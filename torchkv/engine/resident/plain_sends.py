@@ -128,10 +128,6 @@ class PlainSends:
             return None
         return route, gate
 
-    def has_room(self, count: int) -> bool:
-        """Whether so many requests can begin."""
-        return self._core.has_room(count)
-
     def begin(
         self, call: Call, given: Int64Array, grant: BoundGrant, way: tuple[Route, Gate], begun: float
     ) -> Met | None:
