@@ -156,6 +156,14 @@ def test_layers_to_anybody_are_plain_behind_the_first(only_plain: Callable[[Rank
     assert finished.is_success()
 
 
+def test_a_request_may_begin_with_its_last_page() -> None:
+    def backwards(writer: Rank) -> None:
+        for start in (2, 1, 0):
+            writer.send_pages("r", SENT[start : start + 1], READER, start=start)
+
+    carried(new_cluster(), backwards)
+
+
 def test_a_finish_that_must_look_at_each_page_goes_the_general_way() -> None:
     carried(new_cluster(), in_chunks)
 

@@ -159,6 +159,13 @@ def test_unequal_prefixes_are_for_the_general_way(
 
 
 @pytest.mark.parametrize("begun", [False, True])
+def test_pages_behind_unequal_prefixes_are_not_taken_for_those_behind_the_first(begun: bool) -> None:
+    """They would fit into every grant."""
+    writer = granted(new_cluster(), 2 * PAGE_SIZE, PAGE_SIZE, begun=begun)
+    assert outcome(lambda: writer.send_slice("r", 1, SENT, "d")) != "accepted"
+
+
+@pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize(
     "call",
     [
