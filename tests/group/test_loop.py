@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -210,6 +211,32 @@ def without_pythons_thread(order: str) -> None:
 def test_a_healthy_request_needs_no_thread_of_pythons(order: str, shared_ranks: Callable[..., Ranks]) -> None:
     """But the callers' own: the progress threads of both ranks stand still all the while."""
     shared_ranks("two", 2).run(without_pythons_thread, order)
+
+
+def the_last_request() -> None:
+    """After a request both sides know that it has succeeded, and call nothing any more."""
+    with kv_group() as kv:
+        kv.register(random_cache())
+        assert kv._verbs is not None
+        engine = kv._verbs.engine
+        if kv.rank() == WRITER:
+            meet(kv)
+            kv.prefix_tokens("r", READER)
+            kv.send_pages("r", np.array([1, 2, 3]), READER)
+            kv.finish("r", READER).wait(30)
+        else:
+            rx = kv.recv_pages("r", [7, 4, 9], WRITER)
+            meet(kv)
+            rx.wait(30)
+        until = time.monotonic() + 20
+        while engine.sender.requests.by_key or engine.receiver.requests.live:
+            assert time.monotonic() < until, "its pages stay leased"
+            time.sleep(0.01)
+        meet(kv)
+
+
+def test_the_end_of_the_last_request_is_acted_upon_without_another_call(shared_ranks: Callable[..., Ranks]) -> None:
+    shared_ranks("two", 2).run(the_last_request)
 
 
 @pytest.mark.parametrize("nbytes", [0, 256, 257, 60_000])

@@ -12,7 +12,7 @@ from torchkv.core.device import NO_GATE, Gate, LoopDevice
 from torchkv.core.events import Events
 from torchkv.core.led_rounds import LedRounds
 from torchkv.core.loop import copying, grants, loop, network
-from torchkv.core.loop.codes import ALONE, CUT, FREE, NOBODY, SEALED
+from torchkv.core.loop.codes import ALONE, CUT, FREE, NOBODY, SEALED, SUCCEEDED
 from torchkv.core.loop.events import emit
 from torchkv.core.loop.limits import (
     MAX_AUX,
@@ -36,7 +36,9 @@ __all__ = ["Core"]
 
 _SEND, _OP = (list(record.__annotations__) for record in (Send, Op))
 _NBYTES, _RUNS, _POSTED, _SPARED = (_OP.index(name) for name in ("nbytes", "runs", "posted", "spared"))
-_MOVED, _GATED, _SEND_NETWORK, _PROMISE = (_SEND.index(name) for name in ("moved", "gated", "network", "promise"))
+_STATE, _MOVED, _GATED, _SEND_NETWORK, _PROMISE = (
+    _SEND.index(name) for name in ("state", "moved", "gated", "network", "promise")
+)
 _PEER_FLOW, _GENERATION, _PREFIX, _GRANTED, _DST_PAGE, _MAX_SLOT = (
     _SEND.index(name) for name in ("peer_flow", "generation", "prefix", "granted", "dst_page", "max_slot")
 )
@@ -365,8 +367,13 @@ class Core:
         steering.wake_loop(self._address)
         return int(op["posted"])
 
+    def has_sent(self, flow: int) -> bool:
+        """Whether the loop has ended a send, because it has succeeded, and `end_send` has not freed it. Any thread."""
+        return bool(self._sends[flow, _STATE] == SUCCEEDED)
+
     def end_send(self, flow: int) -> None:
         """Frees the flow of a send that has ended."""
+        self._sends[flow, _STATE] = FREE
         if network := self._sends[flow, _SEND_NETWORK]:
             self._words[_NETWORK] -= network & 1
             self._sends[flow, _SEND_NETWORK] = 0
@@ -378,7 +385,6 @@ class Core:
         send = self._memory[0]["sends"][flow]
         loop.drop(self.world, flow)
         sealed = bool(send["state"] == SEALED)
-        send["state"] = FREE
         for index in ops:
             self._kept_ops[index] = None
             self._free_ops.append(index)

@@ -11,7 +11,7 @@ import numpy as np
 from torchkv.arrays import Int64Array
 from torchkv.core import posting, steering
 from torchkv.core.loop import loop, receiving
-from torchkv.core.loop.codes import DONE, FREE, GRANT, POSTED
+from torchkv.core.loop.codes import DONE, FREE, GRANT, POSTED, SUCCEEDED
 from torchkv.core.loop.limits import MAX_AUX, MAX_FLOWS, MAX_INTERVALS, MAX_PEERS, MAX_WRITERS
 from torchkv.core.loop.state.requests import Writer
 from torchkv.core.loop.state.world import receive_word_at, word_at
@@ -26,8 +26,8 @@ _WRITER = list(Writer.__annotations__)
 _LAYERS, _STATES, _SEALED, _AUX_NBYTES, _RING_ONLY = (
     _WRITER.index(name) for name in ("layers", "states", "sealed", "aux_nbytes", "ring_only")
 )
-_RECEIVED, _NUM_WRITERS, _UNPACKS, _PIECES, _UNPACKING, _WRITERS = (
-    receive_word_at(name) for name in ("nbytes", "num_writers", "unpacks", "pieces", "unpacking", "writers")
+_STATE, _RECEIVED, _NUM_WRITERS, _UNPACKS, _PIECES, _UNPACKING, _WRITERS = (
+    receive_word_at(name) for name in ("state", "nbytes", "num_writers", "unpacks", "pieces", "unpacking", "writers")
 )
 _NETWORK, _DRIVING = (word_at(name) // 8 for name in ("network", "driving"))
 
@@ -252,27 +252,35 @@ class Receives:
         unposted = loop.drop_due(self._world, POSTED, flow) != 0
         return [self._peers.ranks[slot] for slot in range(MAX_PEERS) if slots >> slot & 1], unposted
 
-    def state(self, flow: int, *, coverage: bool = True) -> ReceiveState:
-        """What has arrived. While the loop stands still, or has ended the flow, or left it to Python.
+    def outcome(self, flow: int) -> tuple[int, bool, bytes]:
+        """Of a receive that the loop has ended: its bytes, whether any were unpacked, and aux, which one writer sends.
 
-        coverage: whether the intervals are wanted, too.
+        Much less than `state`, for requests that have succeeded are many.
         """
+        words, aux = self._words_of, b""
+        for number in range(words[flow, _NUM_WRITERS]):
+            if nbytes := words[flow, _WRITERS + number * len(_WRITER) + _AUX_NBYTES]:
+                aux = self._aux(flow, number, nbytes)
+        return words[flow, _RECEIVED], words[flow, _PIECES] > 0, aux
+
+    def _aux(self, flow: int, number: int, nbytes: int) -> bytes:
+        aux: bytes = self._memory[0]["receives"][flow]["aux"].tobytes()
+        return aux[number * MAX_AUX :][:nbytes]
+
+    def state(self, flow: int) -> ReceiveState:
+        """What has arrived. While the loop stands still, or has left the flow to Python."""
         words = self._words_of
         state = ReceiveState(words[flow, _RECEIVED], words[flow, _PIECES] > 0, [])
         for number in range(words[flow, _NUM_WRITERS]):
             at = _WRITERS + number * len(_WRITER)
             intervals: list[list[tuple[int, int]]] = []
-            states: list[bool] = []
-            if coverage:
-                layers = words[flow, at + _LAYERS]
-                cover = self._kept[flow][number]
-                for row in cover[:layers].tolist():
-                    intervals.append([(row[1 + 2 * i], row[2 + 2 * i]) for i in range(row[0])])
-                states = (cover[layers : layers + words[flow, at + _STATES], 0] > 0).tolist()
+            layers = words[flow, at + _LAYERS]
+            cover = self._kept[flow][number]
+            for row in cover[:layers].tolist():
+                intervals.append([(row[1 + 2 * i], row[2 + 2 * i]) for i in range(row[0])])
+            states = (cover[layers : layers + words[flow, at + _STATES], 0] > 0).tolist()
             sealed = words[flow, at + _SEALED]
-            aux = b""
-            if nbytes := words[flow, at + _AUX_NBYTES]:
-                aux = self._memory[0]["receives"][flow]["aux"].tobytes()[number * MAX_AUX :][:nbytes]
+            aux = self._aux(flow, number, nbytes) if (nbytes := words[flow, at + _AUX_NBYTES]) else b""
             ring_only = words[flow, at + _RING_ONLY] != 0
             state.writers.append(WriterState(intervals, states, None if sealed < 0 else sealed, aux, ring_only))
         return state
@@ -281,9 +289,13 @@ class Receives:
         """Bytes of a receive that have arrived so far."""
         return self._words_of[flow, _RECEIVED]
 
+    def has_received(self, flow: int) -> bool:
+        """Whether the loop has ended a receive, because it has succeeded, and it is not closed yet. Any thread."""
+        return bool(self._words_of[flow, _STATE] == SUCCEEDED)
+
     def close(self, flow: int) -> None:
         """The loop takes nothing more for a receive. While it stands still, or has ended the receive itself."""
-        self._words_of[flow, 0] = FREE
+        self._words_of[flow, _STATE] = FREE
         self._kept[flow] = None
         if flow in self._through_network:
             self._through_network.remove(flow)

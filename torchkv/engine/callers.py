@@ -47,7 +47,7 @@ class Callers:
 
     def complete(self, sender: Sender, receiver: Receiver) -> None:
         """Completes the works that the state machines ask for, after the loop has ended them. Under the lock."""
-        completed: list[KVWork] = []
+        completed = self._take_settled()
         for machine in (sender, receiver):
             if machine.actions:
                 completed += _completed(machine.actions)
@@ -65,9 +65,7 @@ class Callers:
             return
         if self._settled:
             with self._lock:  # callers complete works too: see `Engine.catch_up`
-                completed = [work for action in self._settled for work in _settle(action)]
-                self._settled.clear()
-                if completed:
+                if completed := self._take_settled():
                     self._announced.extend(completed)
                     self.wake()
         while self._announced:
@@ -77,6 +75,12 @@ class Callers:
             with self._lock:
                 self.layer_stream_waits.release()
                 self.notify()
+
+    def _take_settled(self) -> list[KVWork]:
+        """Completes works as `settle` has asked for. Those that are complete now."""
+        completed = [work for action in self._settled for work in _settle(action)] if self._settled else []
+        self._settled.clear()
+        return completed
 
     def notify(self) -> None:
         """Wakes the threads that wait for a grant, a layer or a failure. Under the lock."""

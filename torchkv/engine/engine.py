@@ -48,6 +48,7 @@ from torchkv.transport.interface import Transport
 
 if TYPE_CHECKING:
     from torchkv.engine.process_leases import GroupLeases
+    from torchkv.protocol.sending.request import SenderRequest
 
 __all__ = ["Engine"]
 
@@ -393,17 +394,38 @@ class Engine:
         """Whether the driver has anything to do for what a verb has just begun. Under the lock."""
         return self.flows is None or self.exchange.has_actions
 
-    def poll(self, *, verdict: bool = False) -> None:
-        """Completes the works that the resident loop has ended. For a thread that asks whether one is complete.
-
-        verdict: whether it is one that the end of a request completes: then nothing is done for the ends of ops.
-        """
+    def poll(self) -> None:
+        """Completes the works that the resident loop has ended. For a thread that asks whether one is complete."""
         if self.flows is None or not self.flows.notices.has_news:
-            return
-        if verdict and self.flows.core.news.count == self._seen_news:
             return
         with self.lock:
             self.catch_up()
+            rest = self.exchange.has_actions
+        if rest:
+            self.wake()
+
+    def have_succeeded(self, sends: Sequence[SenderRequest], receive: ReceiverRequest | None) -> bool:
+        """Whether the resident loop has ended a work's requests, all of them successfully. Then that is all.
+
+        Else as `poll`, if any request may have ended. So what follows from the end of a request is done while its
+        caller waits for the next one, by the next verb, or by the driver a moment later.
+        """
+        flows = self.flows
+        if flows is None or not flows.notices.has_news or flows.core.news.count == self._seen_news:
+            return False
+        if self.gpu is None:  # where this has not been tested yet
+            if sends and all(map(flows.has_sent, sends)):
+                return True
+            if receive is not None and flows.has_received(receive):
+                return True
+        self.poll()
+        return False
+
+    def take_in(self) -> None:
+        """As `poll`. No work stays incomplete of which the state machines know that it has ended."""
+        with self.lock:
+            self.catch_up()
+            self.callers.complete(self.sender, self.receiver)  # what was taken in for another reason
             rest = self.exchange.has_actions
         if rest:
             self.wake()

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torchkv.cuda.sync_words import HostReleasedWait, SyncWords
     from torchkv.engine.layer_wait import LayerWait
     from torchkv.observe.recorder import FlightRecorder
+    from torchkv.protocol.receiving.request import ReceiverRequest
+    from torchkv.protocol.sending.request import SenderRequest
 
 __all__ = ["KVWork", "LoopProgress", "drivers", "settle_copied"]
 
@@ -57,8 +59,16 @@ class LoopProgress(Protocol):
     def recorder(self) -> FlightRecorder | None:
         """That of this rank."""
 
-    def poll(self, *, verdict: bool = False) -> None:
-        """Completes the works that the loop has ended. verdict: those that the end of a request completes will do."""
+    def poll(self) -> None:
+        """Completes the works that the loop has ended."""
+
+    def have_succeeded(self, sends: Sequence[SenderRequest], receive: ReceiverRequest | None) -> bool:
+        """Whether the loop has ended the requests of a work with success, though the work is not complete. Else as
+        `poll`, for works that the end of a request completes.
+        """
+
+    def take_in(self) -> None:
+        """As `poll`; nobody else is about to complete a work any more."""
 
     def wait(self, seen: int, seconds: float, *, listens: bool) -> None:
         """Sleeps until ``news`` is not ``seen``, for so long at most. listens: for every event."""
@@ -77,8 +87,7 @@ class KVWork(dist.Work):
     """
 
     # Defaults are class attributes: to set them in __init__ would cost the caller of a verb a microsecond.
-    bytes: int = 0
-    aux: builtins.bytes = b""
+    _bytes = 0
     _aux: builtins.bytes = b""  # of a part that has settled
     _parts = 0  # parts that have not settled: a send has one part per destination
     _reading = 0  # parts that still read the source pages
@@ -90,6 +99,9 @@ class KVWork(dist.Work):
     _pages_safe: Callable[[], bool] | None = None
     _future: torch.futures.Future[Any] | None = None
     _is_done = False
+    # Whether the resident loop has ended the work's requests, and this has been asked before Python acted upon that.
+    # Then it has succeeded; what it has moved is known once it is done.
+    _has_succeeded = False
     # Locks that are held until the work has completed, or its source has been read. Made by the first thread that
     # waits: most works are never waited for one by one.
     _latch: threading.Lock | None = None
@@ -98,6 +110,9 @@ class KVWork(dist.Work):
     _sync_words: SyncWords | None = None  # of the GPU that the cache lies on
     _loop: ref[LoopProgress] | None = None  # set if a resident loop may complete the work
     _verdict = False  # whether the end of a request completes it: of recv_pages and finish
+    # The requests that complete it, if the loop may end them: of finish, and of recv_pages.
+    _sends: Sequence[SenderRequest] = ()
+    _receive: ReceiverRequest | None = None
     _stream_waits: tuple[HostReleasedWait, ...] = ()  # streams that wait for this work
     _recorder: FlightRecorder | None = None  # that this work is an operation of
     _number = -1  # of the operation
@@ -153,10 +168,9 @@ class KVWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether the operation has succeeded or failed."""
-        # Takes over what the resident loop has done: it may have completed this work.
-        if not self._is_done and self._loop is not None and (loop := self._loop()) is not None:
-            loop.poll(verdict=self._verdict)
-        return self._is_done
+        if not self._has_ended and self._loop is not None and (loop := self._loop()) is not None:
+            self._look(loop)
+        return self._has_ended
 
     def is_success(self) -> bool:
         """Whether the operation has succeeded."""
@@ -187,8 +201,21 @@ class KVWork(dist.Work):
     # ------------------------------------------------------------------ more than c10d has
 
     @property
+    def bytes(self) -> int:
+        """KV bytes moved so far; see the class."""
+        self._take_in()
+        return self._bytes
+
+    @property
+    def aux(self) -> builtins.bytes:
+        """What the sender passed to ``finish``; see the class."""
+        self._take_in()
+        return self._aux if self._is_done else b""
+
+    @property
     def path(self) -> str:
         """The path that the bytes took; see the class."""
+        self._take_in()
         paths = self._paths - {"none"}
         return "none" if not paths else next(iter(paths)) if len(paths) == 1 else "mixed"
 
@@ -268,20 +295,41 @@ class KVWork(dist.Work):
 
     def _check_caller(self) -> None:
         """Raises ``ProtocolError`` where the work would never complete: in a forked child, and in a callback."""
-        if threading.get_ident() in drivers and not self._is_done:
+        if self._has_ended:
+            return
+        if threading.get_ident() in drivers:
             raise ProtocolError(
                 f"{self._operation}: a callback of a future cannot wait for it, because callbacks run on the thread "
                 f"that completes works; wait on another thread, or chain another callback"
             )
-        if self._forks != _forks and not self._is_done:
+        if self._forks != _forks:
             raise ProtocolError(
                 f"{self._operation}: called by the parent of this forked process; only the parent can wait for it"
             )
 
     # ------------------------------------------------------------------ for the engine
 
+    @property
+    def _has_ended(self) -> bool:
+        return self._is_done or self._has_succeeded
+
+    def _look(self, loop: LoopProgress) -> None:
+        """Looks whether the resident loop has completed this work."""
+        if not self._verdict:
+            loop.poll()
+        elif loop.have_succeeded(self._sends, self._receive):
+            self._ended = time.perf_counter()
+            self._has_succeeded = True
+
+    def _take_in(self) -> None:
+        """After this, all is known of a work that has ended, or whose request has. Not in a forked child."""
+        if self._is_done or self._loop is None or self._forks != _forks:
+            return
+        if (loop := self._loop()) is not None:
+            loop.take_in()
+
     def _ended_safely(self) -> bool:
-        return self._is_done and (self._error is None or self._error.pages_safe)
+        return self._has_ended and (self._error is None or self._error.pages_safe)
 
     def _await_events(self) -> None:
         """Somebody waits for this work in another way than by `wait`, so Python's thread has to follow the loop."""
@@ -310,7 +358,7 @@ class KVWork(dist.Work):
                 self._source_latch.release()
 
     def _account(self, nbytes: int, path: str) -> None:
-        self.bytes += nbytes
+        self._bytes += nbytes
         self._paths |= {path}
 
     def _settle(self, error: KVError | None, aux: builtins.bytes = b"") -> bool:
@@ -325,14 +373,15 @@ class KVWork(dist.Work):
         if aux:
             self._aux = aux
         if self._parts == 0:
-            self.aux = self._aux
             self._complete()
         return self._is_done
 
     def _complete(self) -> None:
         with _completing:
-            self._ended = time.perf_counter()
+            if not self._has_succeeded:
+                self._ended = time.perf_counter()
             self._is_done = True
+            self._sends = ()  # the work may outlive them
             self._release()
         if self._recorder is not None:
             self._record_end()
@@ -351,7 +400,7 @@ class KVWork(dist.Work):
         assert self._recorder is not None
         assert self._ended is not None
         if self._error is None and self._phase is None:  # of a verb that sends: one of many
-            self._recorder.settle(self._number, self._ended, self.bytes, self._paths)
+            self._recorder.settle(self._number, self._ended, self._bytes, self._paths)
         else:
             self._record()
 
@@ -374,7 +423,7 @@ class KVWork(dist.Work):
         if self._error is not None:
             recorder.failed(self._number, self._operation, self._error)
             return
-        recorder.settle(self._number, ended, self.bytes, self._paths)
+        recorder.settle(self._number, ended, self._bytes, self._paths)
         if phase is not None:
             recorder.took(phase, ended - self._began)
         if first is not None:
@@ -406,14 +455,14 @@ class KVWork(dist.Work):
         """As `_wait_done`, for a work that the resident loop may complete."""
         assert self._loop is not None
         deadline = time.monotonic() + (limit if limit > 0 else threading.TIMEOUT_MAX)
-        while not self._is_done and (loop := self._loop()) is not None:
+        while not self._has_ended and (loop := self._loop()) is not None:
             seen = loop.news  # read first: what comes after it ends the sleep
-            loop.poll(verdict=self._verdict)
+            self._look(loop)
             left = deadline - time.monotonic()
-            if self._is_done or left <= 0:
+            if self._has_ended or left <= 0:
                 break
             loop.wait(seen, left, listens=not self._verdict)
-        return self._is_done
+        return self._has_ended
 
     def _resolve(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:
@@ -434,7 +483,7 @@ def settle_copied(works: Sequence[KVWork], nbytes: Sequence[int], path: str) -> 
         for work, moved in zip(works, nbytes, strict=True):
             assert work._parts > 0
             if moved:
-                work.bytes += moved
+                work._bytes += moved
                 work._paths = work._paths | paths if work._paths else paths
             work._parts -= 1
             if not work._parts:

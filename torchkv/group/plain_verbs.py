@@ -49,6 +49,7 @@ class PlainVerbs(PlainSending):
 
     def _receives(self, work: KVWork, req: ReceiverRequest) -> None:
         """The work is that of this request."""
+        work._receive = req
         work._pages_safe = lambda: req.ended
         work._layer = partial(layer_wait, ref(self.engine), req)
 
@@ -75,10 +76,16 @@ class PlainVerbs(PlainSending):
         with engine.lock, engine.receiver.leases.guard:
             if engine.closed or engine.lost:
                 return None
-            engine.catch_up()
             now = self.clock()
-            req = engine.receiver.posts.post_plain(request, given, ids, ranks, prefix_tokens, state_slot, work, now)
+            post = partial(
+                engine.receiver.posts.post_plain, request, given, ids, ranks, prefix_tokens, state_slot, work, now
+            )
+            # What the loop has ended is looked at once the grant is on its way, unless the pages are free only then.
+            if (req := post()) is None and engine.flows.notices.has_news:
+                engine.catch_up()
+                req = post()
             frames = engine.exchange.take_grants(now)
+            engine.catch_up()
             wake = engine.exchange.has_actions
         if frames:
             engine.send_now(frames)
@@ -157,7 +164,7 @@ class PlainVerbs(PlainSending):
                 return None
             sources[name] = source
         work = KVWork(f"finish({request!r})", sync_words=self._sync_words, loop=self._loop, parts=len(reqs))
-        work._verdict = True
+        work._verdict, work._sends = True, reqs
         with engine.lock:
             owing, ops = [], []
             for req in reqs:

@@ -74,6 +74,7 @@ class Verbs(PlainVerbs):
             req, frames, wake = self._post(request, array, ranks, prefix_tokens, slot, total, work)
         except KVError as error:
             with engine.lock:
+                engine.catch_up()  # an earlier request of this name may have ended
                 engine.receiver.posts.refuse(request, error)
             self._wake()
             raise

@@ -371,8 +371,8 @@ def _checked(
     targets = engine.group_map.targets(dst, operation)
     with engine.lock:
         verbs.check_open(operation)
+        engine.catch_up()
         if dst is None:
-            engine.catch_up()
             targets = engine.sender.receivers(request, verbs.clock())
         for rank in targets:
             engine.sender.admit(request, rank, start, len(pages), from_prompt=from_prompt)

@@ -1,8 +1,9 @@
 """What the numbers in a resident loop's state mean: states, kinds, commands, indices."""
 
 # States of a flow, or a round. WAITING: a send without a grant. LEAVING: all that comes for the flow is Python's.
-# VOTED: a receive that is complete, as the leader of the instance is told.
-FREE, OPEN, SEALED, LEAVING, WAITING, VOTED = 0, 1, 2, 3, 4, 5
+# VOTED: a receive that is complete, as the leader of the instance is told. SUCCEEDED: the loop has ended the request,
+# and Python, which need not know it yet, will free the flow.
+FREE, OPEN, SEALED, LEAVING, WAITING, VOTED, SUCCEEDED = 0, 1, 2, 3, 4, 5, 6
 
 # Kinds of records. POSTED to DECIDED go between a rank and the leader of its instance, HELLO through the network only,
 # STAGED, CREDIT and PROMISE between the ends of a standing stage.

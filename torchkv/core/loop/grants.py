@@ -48,6 +48,7 @@ from torchkv.core.loop.codes import (
     OPEN,
     POSTED,
     RECEIVING,
+    SUCCEEDED,
 )
 from torchkv.core.loop.copying import queue_op
 from torchkv.core.loop.events import emit, tell_driver
@@ -124,8 +125,8 @@ def owe_grants(world: World, flow: int) -> None:
 def pay_grant(world: World, rank: int, flow: int, generation: int) -> bool:
     """Tells a writer of a grant; False where its mailbox is full."""
     receive = world["receives"][flow]
-    if receive["state"] == FREE or receive["generation"] != generation:
-        return True  # Python has taken the flow back, and tells this writer itself
+    if receive["state"] in (FREE, SUCCEEDED) or receive["generation"] != generation:
+        return True  # it has ended, or Python has taken the flow back, and tells this writer itself
     peer = world["peers"][rank]
     if peer["outbox"] == 0:
         return _send_grant(world, receive, rank, flow)

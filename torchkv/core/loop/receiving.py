@@ -8,7 +8,6 @@ from torchkv.core.loop.codes import (
     ALONE,
     AUX,
     DONE,
-    FREE,
     LEAVING,
     NEWS,
     NOBODY,
@@ -17,6 +16,7 @@ from torchkv.core.loop.codes import (
     RECEIVE_PHASE,
     RECEIVED,
     SEAL,
+    SUCCEEDED,
     VERDICT,
     VOTED,
     WRITTEN,
@@ -169,7 +169,7 @@ def succeed(world: World, flow: int) -> None:
     if receive["operation"] != 0:
         end(world, receive["operation"], receive["nbytes"])
         took(world, RECEIVE_PHASE, now(world) - receive["begun"])
-    receive["state"], receive["unpacks"] = FREE, 0
+    receive["state"], receive["unpacks"] = SUCCEEDED, 0
     emit(world, RECEIVED, flow, 0)  # last: from here on the flow may be another receive's
 
 

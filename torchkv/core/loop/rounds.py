@@ -14,7 +14,7 @@ way then: both name a generation, and Python judges those that no loop expects.
 
 from __future__ import annotations
 
-from torchkv.core.loop.codes import DECIDED, DONE, FREE, OPEN, POSTED, ROUND_OVER, STRAY, VOTED
+from torchkv.core.loop.codes import DECIDED, DONE, FREE, OPEN, POSTED, ROUND_OVER, STRAY, SUCCEEDED, VOTED
 from torchkv.core.loop.events import emit
 from torchkv.core.loop.limits import MAX_FLOWS
 from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, ring, room, tell, tell_brief, write_brief
@@ -102,7 +102,7 @@ def drop_round(world: World, index: int) -> None:
 def pay_posted(world: World, rank: int, flow: int, generation: int) -> bool:
     """Tells the leader what this rank has posted; False where its mailbox is full."""
     receive = world["receives"][flow]
-    if receive["state"] == FREE or receive["generation"] != generation:
+    if receive["state"] in (FREE, SUCCEEDED) or receive["generation"] != generation:
         return True  # Python has taken the flow back, and tells the leader itself
     peer = world["peers"][rank]
     if room(world, peer) < 1:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from torchkv.core.journal import end, now, took
 from torchkv.core.loop.codes import (
     AUX,
-    FREE,
     OP_DONE,
     OPEN,
     PROMISE,
@@ -17,6 +16,7 @@ from torchkv.core.loop.codes import (
     SEALED,
     SEND_PHASE,
     SENT,
+    SUCCEEDED,
     VERDICT_PHASE,
     WRITTEN,
 )
@@ -286,7 +286,7 @@ def on_verdict(world: World, source: int, flow: int, generation: int) -> bool:
         end(world, send["operation"], 0)
         took(world, VERDICT_PHASE, now(world) - send["finished"])
         took(world, SEND_PHASE, now(world) - send["begun"])
-    send["state"] = FREE
+    send["state"] = SUCCEEDED
     emit(world, SENT, flow, source)
     return True
 

@@ -217,6 +217,19 @@ class Flows:
         req.finish.work._in_journal |= verb != 0
         return True
 
+    def has_sent(self, req: SenderRequest) -> bool:
+        """Whether a request has succeeded, which the state machines do not know yet. Any thread, without the lock."""
+        flow = req.flow
+        # In this order: it is another request's flow only after it was no longer this one's.
+        return flow is not None and self.core.has_sent(flow) and req.flow == flow
+
+    def has_received(self, req: ReceiverRequest) -> bool:
+        """As `has_sent`. False where other groups lease pages of the same memory: they ask the state machines."""
+        flow = req.flow
+        if flow is None or req.parts or self._receiver.leases.others is not None:
+            return False
+        return self.core.receives.has_received(flow) and req.flow == flow
+
     def moved(self, req: SenderRequest) -> int:
         assert req.flow is not None
         return self.core.moved(req.flow)
@@ -392,11 +405,18 @@ class Flows:
     def _leave(self, req: ReceiverRequest, *, whole: bool = False) -> int:
         """Closes the request's flow, and adds what has arrived to the request. The bytes of all that.
 
-        whole: everything has arrived, so its coverage matters no more.
+        whole: everything has arrived, so nobody asks what.
         """
-        state = self._add(req, coverage=not whole)
         assert req.flow is not None
-        if not whole:
+        if whole:
+            nbytes, staged, aux = self.core.receives.outcome(req.flow)
+            if staged:
+                req.loop_path = "staged"
+            if aux:
+                next(iter(req.writers.values())).aux = aux
+        else:
+            state = self._add(req)
+            nbytes = state.nbytes
             for rank, known in zip(req.writers, state.writers, strict=True):
                 if known.ring_only:
                     self._receiver.promised(rank, req)
@@ -405,16 +425,16 @@ class Flows:
         del self._receives[req.flow]
         self.core.receives.close(req.flow)
         req.flow = None
-        return state.nbytes
+        return nbytes
 
-    def _add(self, req: ReceiverRequest, *, coverage: bool = True) -> ReceiveState:
+    def _add(self, req: ReceiverRequest) -> ReceiveState:
         """Adds to the request's writers what has arrived. Returns all that the loop knows."""
         assert req.flow is not None
-        state = self.core.receives.state(req.flow, coverage=coverage)
+        state = self.core.receives.state(req.flow)
         if state.staged:
             req.loop_path = "staged"
         for writer, known in zip(req.writers.values(), state.writers, strict=True):
-            for layer, intervals in zip(writer.plan.layers, known.intervals, strict=coverage):
+            for layer, intervals in zip(writer.plan.layers, known.intervals, strict=True):
                 for lo, hi in intervals:
                     writer.attested.add((layer,), lo, hi)
             if writer.plan.state is not None:

@@ -125,9 +125,12 @@ class Sender:
             check_range(grant, start, num_pages, self._group_map.name)
 
     def is_on_loop(self, request: str, dst: int) -> bool:
-        """Whether the resident loop serves the request, so that a verb need not know what the loop has done."""
+        """Whether the resident loop serves the request, so that a verb need not know what the loop has done.
+
+        That of a finished request it may have ended, so that the verb is of the next one of its name.
+        """
         req = self.requests.by_key.get((request, dst))
-        return req is not None and req.flow is not None
+        return req is not None and req.flow is not None and req.finish is None
 
     def begin(self, request: str, dst: int, now: float) -> None:
         """Begins a request, unless there is one, and binds its grant if that has come. Raises a tombstone's error."""

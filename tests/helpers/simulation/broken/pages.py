@@ -61,8 +61,8 @@ def _writes_to_another_slot() -> None:
 def _forgets_states_that_have_arrived() -> None:
     real = Receives.state
 
-    def state(self: Receives, flow: int, *, coverage: bool = True) -> Any:
-        found = real(self, flow, coverage=coverage)
+    def state(self: Receives, flow: int) -> Any:
+        found = real(self, flow)
         for writer in found.writers:
             writer.states = [False] * len(writer.states)
         return found

@@ -47,7 +47,7 @@ def _copies_on_when_taken_back() -> None:
 
 
 def _forgets_what_has_arrived() -> None:
-    swap(Flows, _add=lambda self, req, coverage=True: self.core.receives.state(req.flow, coverage=coverage))
+    swap(Flows, _add=lambda self, req: self.core.receives.state(req.flow))
 
 
 def _loses_what_finds_no_room() -> None:
