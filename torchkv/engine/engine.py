@@ -404,7 +404,7 @@ class Engine:
         if rest:
             self.wake()
 
-    def have_succeeded(self, sends: Sequence[SenderRequest], receive: ReceiverRequest | None) -> bool:
+    def have_succeeded(self, sends: Sequence[SenderRequest], receives: Sequence[ReceiverRequest]) -> bool:
         """Whether the resident loop has ended a work's requests, all of them successfully. Then that is all.
 
         Else as `poll`, if any request may have ended. So what follows from the end of a request is done while its
@@ -416,7 +416,7 @@ class Engine:
         if self.gpu is None:  # where this has not been tested yet
             if sends and all(map(flows.has_sent, sends)):
                 return True
-            if receive is not None and flows.has_received(receive):
+            if receives and all(map(flows.has_received, receives)):
                 return True
         self.poll()
         return False

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
     from torchkv.cuda.sync_words import HostReleasedWait, SyncWords
     from torchkv.engine.layer_wait import LayerWait
+    from torchkv.engine.loop_progress import LoopProgress
     from torchkv.observe.recorder import FlightRecorder
     from torchkv.protocol.receiving.request import ReceiverRequest
     from torchkv.protocol.sending.request import SenderRequest
 
-__all__ = ["KVWork", "LoopProgress", "drivers", "settle_copied"]
+__all__ = ["KVWork", "drivers", "settle_copied"]
 
 _DIRECT = frozenset({"direct"})
 # Guards the creation and completion of futures, latches and stream waits of all works: both are rare and brief.
@@ -46,35 +47,6 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-class LoopProgress(Protocol):
-    """What a work asks of the engine if a resident loop may complete it. Any thread."""
-
-    @property
-    def news(self) -> int:
-        """Changes when a request may have ended, and while a thread listens with every event."""
-
-    @property
-    def recorder(self) -> FlightRecorder | None:
-        """That of this rank."""
-
-    def poll(self) -> None:
-        """Completes the works that the loop has ended."""
-
-    def have_succeeded(self, sends: Sequence[SenderRequest], receive: ReceiverRequest | None) -> bool:
-        """Whether the loop has ended the requests of a work with success, though the work is not complete. Else as
-        `poll`, for works that the end of a request completes.
-        """
-
-    def take_in(self) -> None:
-        """As `poll`; nobody else is about to complete a work any more."""
-
-    def wait(self, seen: int, seconds: float, *, listens: bool) -> None:
-        """Sleeps until ``news`` is not ``seen``, for so long at most. listens: for every event."""
-
-    def make_eager(self) -> None:
-        """From now on Python's own thread follows the loop, because somebody waits in another way than by `wait`."""
 
 
 class KVWork(dist.Work):
@@ -112,7 +84,7 @@ class KVWork(dist.Work):
     _verdict = False  # whether the end of a request completes it: of recv_pages and finish
     # The requests that complete it, if the loop may end them: of finish, and of recv_pages.
     _sends: Sequence[SenderRequest] = ()
-    _receive: ReceiverRequest | None = None
+    _receives: Sequence[ReceiverRequest] = ()
     _stream_waits: tuple[HostReleasedWait, ...] = ()  # streams that wait for this work
     _recorder: FlightRecorder | None = None  # that this work is an operation of
     _number = -1  # of the operation
@@ -317,7 +289,7 @@ class KVWork(dist.Work):
         """Looks whether the resident loop has completed this work."""
         if not self._verdict:
             loop.poll()
-        elif loop.have_succeeded(self._sends, self._receive):
+        elif loop.have_succeeded(self._sends, self._receives):
             self._ended = time.perf_counter()
             self._has_succeeded = True
 
@@ -381,7 +353,7 @@ class KVWork(dist.Work):
             if not self._has_succeeded:
                 self._ended = time.perf_counter()
             self._is_done = True
-            self._sends = ()  # the work may outlive them
+            self._sends = self._receives = ()  # the work may outlive them
             self._release()
         if self._recorder is not None:
             self._record_end()

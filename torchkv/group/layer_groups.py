@@ -138,6 +138,7 @@ class GroupedVerbs(Verbs):
             self._wake()
             raise
         engine.send_now(frames)
+        work._receives = reqs
         work._pages_safe = lambda: all(req.ended for req in reqs)
         work._layer = partial(layer_wait, ref(engine), reqs[0])
         if wake:

@@ -12,9 +12,10 @@ import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.cache import KVCache
+from torchkv.engine.loop_progress import LoopProgress
 from torchkv.engine.resident.plain_sends import Call, Met
 from torchkv.engine.scheduler import SourcePages
-from torchkv.engine.work import KVWork, LoopProgress
+from torchkv.engine.work import KVWork
 from torchkv.group import arguments
 from torchkv.group.arguments import HeldLayers, Layers, Pages, Peers
 from torchkv.group.recorded_verbs import RecordedVerbs

@@ -49,7 +49,7 @@ class PlainVerbs(PlainSending):
 
     def _receives(self, work: KVWork, req: ReceiverRequest) -> None:
         """The work is that of this request."""
-        work._receive = req
+        work._receives = (req,)
         work._pages_safe = lambda: req.ended
         work._layer = partial(layer_wait, ref(self.engine), req)
 

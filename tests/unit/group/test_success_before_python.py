@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers.references.memory import page_bytes
 from tests.helpers.simulation.cluster import Cluster, Rank
+from tests.unit.group import test_plain_verbs_of_groups as grouped
 from tests.unit.group import test_plain_verbs_to_several as several
 from tests.unit.group.test_plain_verbs import GRANTED, READER, SENT, WRITER, granted, new_cluster
 from torchkv.engine.work import KVWork
@@ -199,7 +200,7 @@ def test_a_flow_that_is_given_to_another_request_meanwhile(monkeypatch: pytest.M
     """Another thread takes the request back after its caller has read its flow; then another one succeeds there."""
     cluster = new_cluster()
     received, (_, finished) = served(cluster)
-    for rank, (req, work) in enumerate(((finished._sends[0], finished), (received._receive, received))):
+    for rank, (req, work) in enumerate(((finished._sends[0], finished), (received._receives[0], received))):
         flows = cluster[rank].engine.flows
         assert flows is not None
         assert req is not None
@@ -226,6 +227,31 @@ def test_one_of_two_receivers_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> 
         writer.engine._seen_news = -1  # as if there were news
         assert finished.is_completed()
     assert cluster.run(lambda: finished._is_done, limit=5)
+    assert finished.is_success()
+
+
+def test_all_parts_of_a_request_of_layer_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = grouped.new_cluster()
+    writer, reader = cluster.ranks
+    source, target = grouped.some_lists(1, 0), grouped.some_lists(2, 0)
+    received = reader.recv_pages("r", target, "p")
+    run_loops(cluster)
+    finished = [writer.send_pages("r", source, "d"), writer.finish("r", "d")][1]
+    run_loops(cluster)
+    first = received._receives[0].flow
+    assert reader.engine.flows is not None
+    assert len(received._receives) == len(target)
+    with monkeypatch.context() as patch:
+        patch.setattr(reader.engine.flows.core.receives, "has_received", lambda flow: flow == first)
+        patch.setattr(reader.engine.flows.notices, "catch_up", lambda now: None)
+        assert not received.is_completed()
+    reader.engine._seen_news = -1  # as if there were news
+    assert received.is_completed()
+    assert finished.is_completed()
+    assert len(reader.engine.receiver.requests.live) == len(target), "Python has not acted upon it"
+    assert received.bytes > 0
+    assert not reader.engine.receiver.requests.live
+    assert received.is_success()
     assert finished.is_success()
 
 

@@ -226,7 +226,7 @@ class Flows:
     def has_received(self, req: ReceiverRequest) -> bool:
         """As `has_sent`. False where other groups lease pages of the same memory: they ask the state machines."""
         flow = req.flow
-        if flow is None or req.parts or self._receiver.leases.others is not None:
+        if flow is None or self._receiver.leases.others is not None:
             return False
         return self.core.receives.has_received(flow) and req.flow == flow
 
