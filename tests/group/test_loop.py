@@ -21,6 +21,7 @@ from tests.helpers.ranks.small_cache import NUM_PAGES, check_transfer, meet, pag
 from torchkv import KVError, KVProcessGroup, KVWork, PageOutOfRange, ProtocolError
 from torchkv.engine.joining.registration import Registration
 from torchkv.engine.resident.flows import Flows
+from torchkv.group.reports.snapshot import stats
 
 
 def without_a_loop(on: int | None) -> None:
@@ -233,6 +234,31 @@ def the_last_request() -> None:
             assert time.monotonic() < until, "its pages stay leased"
             time.sleep(0.01)
         meet(kv)
+
+
+def reports() -> None:
+    """What a request has moved is counted as soon as its end is known."""
+    with kv_group() as kv:
+        cache = random_cache()
+        kv.register(cache)
+        if kv.rank() == WRITER:
+            meet(kv)
+            kv.prefix_tokens("r", READER)
+            kv.send_pages("r", np.array([1, 2, 3]), READER)
+            kv.finish("r", READER).wait(30)
+            carried = sum(lane.nbytes for lane in kv.explain(READER).lanes.values())
+            assert carried == 3 * 2 * 2 * cache.layout.page_nbytes("k")
+        else:
+            rx = kv.recv_pages("r", [7, 4, 9], WRITER)
+            meet(kv)
+            rx.wait(30)
+            assert kv._verbs is not None
+            assert stats(kv._verbs).receives == {"success": 1}
+        meet(kv)
+
+
+def test_reports_of_a_request_that_has_just_ended(shared_ranks: Callable[..., Ranks]) -> None:
+    shared_ranks("two", 2).run(reports)
 
 
 def test_the_end_of_the_last_request_is_acted_upon_without_another_call(shared_ranks: Callable[..., Ranks]) -> None:

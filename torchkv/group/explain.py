@@ -76,6 +76,7 @@ def explain(
 
     notes: what the group has noted so far. Raises ``TransferTimeout``, ``PeerLost`` if the rate cannot be measured.
     """
+    engine.poll()  # what has ended counts
     group_map = engine.group_map
     member = group_map.info[rank]
     common: dict[str, Any] = {
