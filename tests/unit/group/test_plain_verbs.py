@@ -12,27 +12,13 @@ import torch
 from tests.helpers.general_way import forbid_the_general_way, leave_the_straight_way
 from tests.helpers.references.memory import page_bytes
 from tests.helpers.refusals import outcome
+from tests.helpers.simulation.acquainted import PAGES, pair
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
 from torchkv.group.arguments import HeldLayers
 from torchkv.layout.layout import KVLayout
 
 WRITER, READER = 0, 1
 SENT, GRANTED = np.array([5, 6, 2]), [3, 1, 9]
-PAGES = 16
-
-
-def new_cluster() -> Cluster:
-    """Two ranks; of the writer it is known where it can send. Their loops have no threads."""
-    layout = KVLayout.gqa(num_layers=3, num_kv_heads=1, head_dim=2, page_size=2, dtype=torch.int16)
-    made = Cluster([Place("p", layout, PAGES), Place("d", layout, PAGES)], views=True)
-    for storage in made[WRITER].cache.storages:
-        storage.random_(0, 255)
-    received = made[READER].recv_pages("before", [0], WRITER)
-    sent = made[WRITER].send_layer("before", 0, [0], READER)
-    works = [received, sent, *(made[WRITER].send_layer("before", layer, [0], READER) for layer in (1, 2))]
-    works.append(made[WRITER].finish("before", READER))
-    assert made.run(lambda: all(work.is_completed() for work in works), limit=5)
-    return made
 
 
 def granted(cluster: Cluster, src: int | str = WRITER, prefix_tokens: int = 0) -> Rank:
@@ -104,13 +90,13 @@ def in_chunks(writer: Rank) -> None:
 def test_it_leaves_behind_what_the_general_way_does(
     verbs: Callable[[Rank], None], only_plain: Callable[[Rank], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = new_cluster()
+    cluster = pair()
     for rank in (cluster[WRITER], cluster[READER]):
         only_plain(rank)
     plain = carried(cluster, verbs)
     monkeypatch.undo()
     leave_the_straight_way(monkeypatch)
-    assert carried(new_cluster(), verbs) == plain
+    assert carried(pair(), verbs) == plain
 
 
 @pytest.mark.parametrize(("src", "dst"), [("p", "d"), ("p", None), (WRITER, READER)])
@@ -134,18 +120,18 @@ def test_peers_prefixes_and_origins(
             writer.send_pages("r", np.array(pages), dst, layers=layer, start=len(held) + 3 - len(pages), **count)
 
     way: dict[str, Any] = {"src": src, "dst": dst, "prefix_tokens": prefix_tokens}
-    cluster = new_cluster()
+    cluster = pair()
     cluster[WRITER].engine.group_map.targets("d", "")
     for rank in (cluster[WRITER], cluster[READER]):
         only_plain(rank)
     plain = carried(cluster, verbs, **way)
     leave_the_straight_way(monkeypatch)
-    assert carried(new_cluster(), verbs, **way) == plain
+    assert carried(pair(), verbs, **way) == plain
 
 
 def test_layers_to_anybody_are_plain_behind_the_first(only_plain: Callable[[Rank], None]) -> None:
     """That one finds out that the pages match."""
-    cluster = new_cluster()
+    cluster = pair()
     writer = granted(cluster)
     writer.engine.whole_pages.clear()
     for layer in range(3):
@@ -161,11 +147,11 @@ def test_a_request_may_begin_with_its_last_page() -> None:
         for start in (2, 1, 0):
             writer.send_pages("r", SENT[start : start + 1], READER, start=start)
 
-    carried(new_cluster(), backwards)
+    carried(pair(), backwards)
 
 
 def test_a_finish_that_must_look_at_each_page_goes_the_general_way() -> None:
-    carried(new_cluster(), in_chunks)
+    carried(pair(), in_chunks)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +179,7 @@ def test_a_finish_that_must_look_at_each_page_goes_the_general_way() -> None:
 def test_a_first_verb_that_is_refused_begins_nothing(
     call: Callable[[Rank], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = granted(new_cluster())
+    writer = granted(pair())
     said = outcome(lambda: call(writer))
     assert waits(writer)
     assert not writer.engine.sender.requests.by_key
@@ -203,7 +189,7 @@ def test_a_first_verb_that_is_refused_begins_nothing(
 
 @pytest.mark.parametrize("pages", [[PAGES, 8, *SENT], [9, -1, *SENT], [9, 8, 5, 6, PAGES]])
 def test_a_page_that_the_receiver_holds_must_be_one_too(pages: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = granted(new_cluster(), prefix_tokens=4)
+    writer = granted(pair(), prefix_tokens=4)
     said = outcome(lambda: writer.send_pages("r", pages, READER, origin="prompt"))
     assert not writer.engine.sender.requests.by_key
     leave_the_straight_way(monkeypatch)
@@ -223,7 +209,7 @@ def test_a_page_that_the_receiver_holds_must_be_one_too(pages: list[int], monkey
 def test_a_finish_that_is_refused_changes_nothing(
     call: Callable[[Rank], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = granted(new_cluster())
+    writer = granted(pair())
     writer.send_layer("r", 0, SENT, READER)
     said = outcome(lambda: call(writer))
     req = writer.engine.sender.requests.by_key["r", READER]
@@ -236,7 +222,7 @@ def test_a_finish_that_is_refused_changes_nothing(
 def test_what_stands_against_a_request_is_said(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not plain:
         leave_the_straight_way(monkeypatch)
-    cluster = new_cluster()
+    cluster = pair()
     writer = granted(cluster)
     writer.engine.lost[READER] = "rank 1 sleeps"
     assert outcome(lambda: writer.send_pages("r", SENT, READER)).startswith("PeerLost: send_pages('r'): rank 1 sleeps")
@@ -254,7 +240,7 @@ def test_what_stands_against_a_request_is_said(plain: bool, monkeypatch: pytest.
 
 
 def test_a_verb_after_finish_is_refused() -> None:
-    writer = granted(new_cluster())
+    writer = granted(pair())
     writer.send_pages("r", SENT, READER)
     writer.finish("r", READER)
     for call in (lambda: writer.send_pages("r", SENT, READER), lambda: writer.finish("r", READER)):
@@ -284,7 +270,7 @@ def test_a_verb_after_finish_is_refused() -> None:
 def test_a_receive_that_is_refused_leases_nothing(
     call: Callable[[Rank], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = new_cluster()
+    cluster = pair()
     reader = cluster[READER]
     reader.recv_pages("taken", [5], WRITER)
     marks = reader.engine.receiver.leases.marks(0).copy()
@@ -303,7 +289,7 @@ def test_a_receive_that_is_refused_leases_nothing(
 
 
 def test_what_stands_against_a_receive_is_said() -> None:
-    cluster = new_cluster()
+    cluster = pair()
     reader = cluster[READER]
     reader.engine.lost[WRITER] = "rank 0 sleeps"
     said = "PeerLost: recv_pages('r'): rank 0 sleeps; use another rank, or make a new group"
@@ -317,7 +303,7 @@ def test_what_stands_against_a_receive_is_said() -> None:
 
 def test_a_name_whose_last_request_has_not_ended_goes_the_general_way(only_plain: Callable[[Rank], None]) -> None:
     """Its grant might be taken for that of the last one: grants of one name come in order, by one way."""
-    cluster = new_cluster()
+    cluster = pair()
     reader = cluster[READER]
     reader.recv_pages("r", [4], WRITER)
     cluster.pause(WRITER)
@@ -328,7 +314,7 @@ def test_a_name_whose_last_request_has_not_ended_goes_the_general_way(only_plain
 
 
 def test_what_is_received_can_be_waited_for_by_layer() -> None:
-    cluster = new_cluster()
+    cluster = pair()
     writer = granted(cluster)
     (req,) = cluster[READER].engine.receiver.requests.live.values()
     work = req.work

@@ -10,40 +10,20 @@ import pytest
 import torch
 
 from tests.helpers.general_way import forbid_the_general_way, leave_the_straight_way
-from tests.helpers.layer_groups import GROUPS, Views, check_received, hybrid, views
+from tests.helpers.layer_groups import GROUPS, Views, check_received, views
 from tests.helpers.refusals import outcome
-from tests.helpers.simulation.cluster import Cluster, Place, Rank
+from tests.helpers.simulation.acquainted import GROUPED_PAGES as PAGES
+from tests.helpers.simulation.acquainted import of_layer_groups, some_lists
+from tests.helpers.simulation.cluster import Rank
 from torchkv.engine.resident.flows import Flows
 from torchkv.engine.resident.plain_sends import PlainSends
 from torchkv.group.arguments import HeldLayers
 from torchkv.layout.layer_groups import base_name, group_of
 from torchkv.protocol.receiving.posts import Posts
 
-PAGES, PAGE_SIZE, LAYERS = 32, 4, 6
+PAGE_SIZE, LAYERS = 4, 6
 COUNT, HELD = 6, 2  # pages of the prompt, and those of them that a receiver holds where it holds a prefix
 NO_WINDOW, WINDOW = GROUPS["full"], GROUPS["near"]  # layers
-
-
-def new_cluster() -> Cluster:
-    """A writer and a reader, of instances of one rank. A request has been served before."""
-    made = Cluster([Place("p", hybrid(), PAGES), Place("d", hybrid(), PAGES)], views=True)
-    for storage in made[0].cache.storages:
-        storage.random_(0, 255)
-    for storage in made[1].cache.storages:
-        storage.fill_(0x5A)
-    lists = {group: [0] for group in GROUPS}
-    works = [made[1].recv_pages("before", lists, "p"), made[0].send_pages("before", lists, "d")]
-    works.append(made[0].finish("before", "d"))
-    assert made.run(lambda: all(work.is_completed() for work in works), limit=5)
-    return made
-
-
-def some_lists(seed: int, absent: int, count: int = COUNT) -> dict[str, Any]:
-    """absent: pages before the windows of the group that has the shorter ones."""
-    ids = np.random.default_rng(seed).permutation(np.arange(1, PAGES))[: 3 * count].reshape(3, count)
-    lists = dict(zip(GROUPS, ids, strict=True))
-    lists["near"][:absent] = -1
-    return lists
 
 
 class Run:
@@ -57,7 +37,7 @@ class Run:
         from_prompt: bool = False,
         dst: int | str | None = "d",
     ) -> None:
-        self.cluster, self.dst = new_cluster(), dst
+        self.cluster, self.dst = of_layer_groups(), dst
         self.writer, self.reader = self.cluster[0], self.cluster[1]
         self.before: Views = {key: array.copy() for key, array in views(self.reader.cache).items()}
         self.target = some_lists(2, absent, COUNT - prefix)

@@ -12,36 +12,12 @@ import torch
 from tests.helpers.general_way import forbid_the_general_way, leave_the_straight_way
 from tests.helpers.references.memory import page_bytes
 from tests.helpers.refusals import outcome
-from tests.helpers.simulation.cluster import Cluster, Place, Rank
-from torchkv.layout.layout import KVLayout
+from tests.helpers.simulation.acquainted import PAGE_SIZE, PAGES, READERS, two_readers
+from tests.helpers.simulation.cluster import Cluster, Rank
 
 SENT, GRANTED = np.array([5, 6, 2]), [[3, 1, 9], [0, 8, 2]]
 HELD = [9, 8]  # in front of them, where receivers hold a prefix
-READERS, LAYERS, PAGES, PAGE_SIZE = 2, 4, 16, 2
-
-
-def layout(tp_rank: int = 0, tp_size: int = 1) -> KVLayout:
-    return KVLayout.gqa(
-        num_layers=LAYERS,
-        num_kv_heads=2,
-        head_dim=2,
-        page_size=PAGE_SIZE,
-        dtype=torch.int16,
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-    )
-
-
-def new_cluster() -> Cluster:
-    """A writer, and the two ranks of an instance, each of half the heads. A request has been served before."""
-    places = [Place("p", layout(), PAGES), *(Place("d", layout(rank, READERS), PAGES) for rank in range(READERS))]
-    made = Cluster(places, views=True)
-    for storage in made[0].cache.storages:
-        storage.random_(0, 255)
-    works = [rank.recv_pages("before", [0], "p") for rank in made.ranks[1:]]
-    works += [made[0].send_pages("before", [0], "d"), made[0].finish("before", "d")]
-    assert made.run(lambda: all(work.is_completed() for work in works), limit=5)
-    return made
+LAYERS = 4
 
 
 def granted(cluster: Cluster, *prefixes: int, dst: str | None = "d", begun: bool = True) -> Rank:
@@ -93,7 +69,7 @@ def test_it_leaves_behind_what_the_general_way_does(
     origin: dict[str, Any] = {"origin": "prompt"} if from_prompt else {}
 
     def run() -> tuple[object, ...]:
-        cluster = new_cluster()
+        cluster = two_readers()
         poison(cluster)
         writer = granted(cluster, prefix, prefix, dst=dst, begun=begun)
         if plain:
@@ -115,7 +91,7 @@ def test_it_leaves_behind_what_the_general_way_does(
 
 def test_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their verbs are plain, and their finish, which must look at each page, is not."""
-    cluster = new_cluster()
+    cluster = two_readers()
     poison(cluster)
     writer = granted(cluster)
     with monkeypatch.context() as patch:
@@ -129,7 +105,7 @@ def test_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_finish_of_which_one_receiver_lacks_a_layer_changes_nothing() -> None:
-    cluster = new_cluster()
+    cluster = two_readers()
     poison(cluster)
     writer = granted(cluster)
     for layer in (1, 2):
@@ -152,16 +128,16 @@ def test_unequal_prefixes_are_for_the_general_way(
         origin: dict[str, Any] = {"origin": "prompt"} if from_prompt else {}
         return outcome(lambda: writer.send_slice("r", 1, [*HELD, *SENT], "d", **origin))
 
-    said = call(granted(new_cluster(), 2 * PAGE_SIZE, PAGE_SIZE, begun=begun))
+    said = call(granted(two_readers(), 2 * PAGE_SIZE, PAGE_SIZE, begun=begun))
     leave_the_straight_way(monkeypatch)
-    assert call(granted(new_cluster(), 2 * PAGE_SIZE, PAGE_SIZE, begun=begun)) == said
+    assert call(granted(two_readers(), 2 * PAGE_SIZE, PAGE_SIZE, begun=begun)) == said
     assert "accepted" not in said or from_prompt
 
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_pages_behind_unequal_prefixes_are_not_taken_for_those_behind_the_first(begun: bool) -> None:
     """They would fit into every grant."""
-    writer = granted(new_cluster(), 2 * PAGE_SIZE, PAGE_SIZE, begun=begun)
+    writer = granted(two_readers(), 2 * PAGE_SIZE, PAGE_SIZE, begun=begun)
     assert outcome(lambda: writer.send_slice("r", 1, SENT, "d")) != "accepted"
 
 
@@ -183,7 +159,7 @@ def test_pages_behind_unequal_prefixes_are_not_taken_for_those_behind_the_first(
 def test_what_is_refused_begins_nowhere(
     call: Callable[[Rank], object], begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = granted(new_cluster(), begun=begun)
+    writer = granted(two_readers(), begun=begun)
     core = writer.engine.flows.core
     free = len(core._free_ops), len(core._free_sends)
     said = outcome(lambda: call(writer))
@@ -194,7 +170,7 @@ def test_what_is_refused_begins_nowhere(
 
 @pytest.mark.parametrize(("begun", "of"), [(True, "_free_ops"), (False, "_free_ops"), (False, "_free_sends")])
 def test_without_room_for_all_the_general_way_serves_all(begun: bool, of: str) -> None:
-    cluster = new_cluster()
+    cluster = two_readers()
     poison(cluster)
     writer = granted(cluster, begun=begun)
     free = getattr(writer.engine.flows.core, of)
@@ -208,7 +184,7 @@ def test_without_room_for_all_the_general_way_serves_all(begun: bool, of: str) -
 
 
 def test_of_ranks_of_which_one_has_not_granted_the_general_way_waits_for_that() -> None:
-    cluster = new_cluster()
+    cluster = two_readers()
     poison(cluster)
     writer, readers = cluster[0], cluster.ranks[1:]
     readers[0].recv_pages("r", GRANTED[0], "p")
@@ -221,7 +197,7 @@ def test_of_ranks_of_which_one_has_not_granted_the_general_way_waits_for_that() 
 
 def test_a_receiver_that_has_failed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one receiver: the verb raises its error, and begins at none."""
-    cluster = new_cluster()
+    cluster = two_readers()
     writer = granted(cluster)
     cancel = cluster[2].cancel("r")
     assert cluster.run(cancel.is_completed, limit=5)

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from tests.helpers.references.memory import page_bytes
+from tests.helpers.simulation.acquainted import PAGES, of_layer_groups, pair, some_lists, two_readers
 from tests.helpers.simulation.cluster import Cluster, Rank
-from tests.unit.group import test_plain_verbs_of_groups as grouped
-from tests.unit.group import test_plain_verbs_to_several as several
-from tests.unit.group.test_plain_verbs import GRANTED, READER, SENT, WRITER, granted, new_cluster
 from torchkv.engine.work import KVWork
 from torchkv.errors import PageOutOfRange, TransferCancelled
 from torchkv.group.process_group import KVProcessGroup
 from torchkv.pipelining.context import _checked
 
+WRITER, READER = 0, 1
+SENT, GRANTED = np.array([5, 6, 2]), [3, 1, 9]
 AUX = b"first token"
 AGAIN = SENT[::-1].copy()  # what is sent the second time
 
@@ -33,15 +33,15 @@ def run_loops(cluster: Cluster) -> None:
 
 def served(cluster: Cluster) -> tuple[KVWork, list[KVWork]]:
     """What the reader and the writer wait for, once the loops have served "r"."""
-    writer = granted(cluster)
-    received = cluster[READER].engine.receiver.requests.live["r"].work
+    writer, received = cluster[WRITER], cluster[READER].recv_pages("r", GRANTED, WRITER)
+    run_loops(cluster)
     sent = [writer.send_pages("r", SENT, READER), writer.finish("r", READER, aux=AUX)]
     run_loops(cluster)
     return received, sent
 
 
 def test_success_is_known_at_once_and_everything_else_when_it_is_asked_for() -> None:
-    cluster = new_cluster()
+    cluster = pair()
     received, (sent, finished) = served(cluster)
     sends, receives = cluster[WRITER].engine.sender.requests, cluster[READER].engine.receiver.requests
     assert received.is_completed()
@@ -65,7 +65,7 @@ def test_success_is_known_at_once_and_everything_else_when_it_is_asked_for() -> 
 @pytest.mark.parametrize("performed", [False, True])
 def test_nothing_is_missing_of_what_was_taken_in_for_another_reason(performed: bool) -> None:
     """By a thread that takes another request back, or that has taken all in and is about to complete works."""
-    cluster = new_cluster()
+    cluster = pair()
     received, (sent, finished) = served(cluster)
     assert received.is_completed()
     assert finished.is_completed()
@@ -93,7 +93,7 @@ VERBS: dict[str, Callable[[Rank], object]] = {
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_same_name_and_pages_can_be_used_again_at_once(verb: str) -> None:
-    cluster = new_cluster()
+    cluster = pair()
     received, sent = served(cluster)
     assert received.is_completed()
     assert sent[1].is_completed()
@@ -110,7 +110,7 @@ def test_the_same_name_and_pages_can_be_used_again_at_once(verb: str) -> None:
 
 
 def test_a_pipeline_may_have_the_name_of_a_request_that_has_just_succeeded() -> None:
-    cluster = new_cluster()
+    cluster = pair()
     _, (_, finished) = served(cluster)
     assert finished.is_completed()
     writer = cluster[WRITER]
@@ -120,12 +120,13 @@ def test_a_pipeline_may_have_the_name_of_a_request_that_has_just_succeeded() -> 
 
 
 def test_the_leader_hears_of_a_refusal_behind_a_success() -> None:
-    cluster = several.new_cluster()
-    writer, leader, reader = several.granted(cluster, begun=False), cluster[1], cluster[2]
-    writer.send_slice("r", None, several.SENT, "d")
+    cluster = two_readers()
+    writer, leader, reader = cluster.ranks
+    received = [rank.recv_pages("r", GRANTED, "p") for rank in (leader, reader)][1]
+    assert cluster.run(lambda: writer.granted("r", "d") is not None, limit=1)
+    writer.send_slice("r", None, SENT, "d")
     writer.finish("r", "d")
     receiver = reader.engine.receiver
-    received = receiver.requests.live["r"].work
     for _ in range(3):  # the leader's Python opens the round
         run_loops(cluster)
         leader.step(cluster.world.now)
@@ -133,14 +134,14 @@ def test_the_leader_hears_of_a_refusal_behind_a_success() -> None:
     assert received.is_completed()
     assert "r" in receiver.requests.live
     with pytest.raises(PageOutOfRange):
-        reader.recv_pages("r", [several.PAGES], [0])  # by the general way
+        reader.recv_pages("r", [PAGES], [0])  # by the general way
     assert receiver._endings.told_leader == told + 1
 
 
 def test_a_grant_is_on_its_way_before_the_end_of_the_last_request_is_acted_upon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cluster = new_cluster()
+    cluster = pair()
     received, _ = served(cluster)
     assert received.is_completed()
     reader, order = cluster[READER], []
@@ -158,7 +159,7 @@ def test_a_grant_is_on_its_way_before_the_end_of_the_last_request_is_acted_upon(
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_nothing_fails_a_request_that_its_loops_have_ended(asked: bool) -> None:
-    cluster = new_cluster()
+    cluster = pair()
     received, (_, finished) = served(cluster)
     if asked:
         assert received.is_completed()
@@ -173,9 +174,9 @@ def test_nothing_fails_a_request_that_its_loops_have_ended(asked: bool) -> None:
 
 def test_a_request_that_python_has_taken_back_has_not_succeeded() -> None:
     """Neither while its flow is free, nor once the flow is that of another one, which has."""
-    cluster = new_cluster()
-    writer = granted(cluster)
-    received = cluster[READER].engine.receiver.requests.live["r"].work
+    cluster = pair()
+    writer, received = cluster[WRITER], cluster[READER].recv_pages("r", GRANTED, WRITER)
+    run_loops(cluster)
     writer.send_layer("r", 0, SENT, READER)
     req, flows = writer.engine.sender.requests.by_key[("r", READER)], writer.engine.flows
     assert flows is not None
@@ -198,7 +199,7 @@ def test_a_request_that_python_has_taken_back_has_not_succeeded() -> None:
 
 def test_a_flow_that_is_given_to_another_request_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread takes the request back after its caller has read its flow; then another one succeeds there."""
-    cluster = new_cluster()
+    cluster = pair()
     received, (_, finished) = served(cluster)
     for rank, (req, work) in enumerate(((finished._sends[0], finished), (received._receives[0], received))):
         flows = cluster[rank].engine.flows
@@ -211,9 +212,12 @@ def test_a_flow_that_is_given_to_another_request_meanwhile(monkeypatch: pytest.M
 
 
 def test_one_of_two_receivers_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = several.new_cluster()
-    writer = several.granted(cluster)
-    writer.send_slice("r", list(range(1, several.LAYERS)), several.SENT, "d")
+    cluster = two_readers()
+    writer, *readers = cluster.ranks
+    for reader in readers:
+        reader.recv_pages("r", GRANTED, "p")
+    assert cluster.run(lambda: writer.granted("r", "d") is not None, limit=1)
+    writer.send_slice("r", None, SENT, "d")
     finished = writer.finish("r", "d")
     run_loops(cluster)
     assert writer.engine.flows is not None
@@ -231,9 +235,9 @@ def test_one_of_two_receivers_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_all_parts_of_a_request_of_layer_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = grouped.new_cluster()
+    cluster = of_layer_groups()
     writer, reader = cluster.ranks
-    source, target = grouped.some_lists(1, 0), grouped.some_lists(2, 0)
+    source, target = some_lists(1, 0, 6), some_lists(2, 0, 6)
     received = reader.recv_pages("r", target, "p")
     run_loops(cluster)
     finished = [writer.send_pages("r", source, "d"), writer.finish("r", "d")][1]
@@ -257,7 +261,7 @@ def test_all_parts_of_a_request_of_layer_groups(monkeypatch: pytest.MonkeyPatch)
 
 def test_where_groups_share_memory_a_lease_ends_with_the_work() -> None:
     """The other groups ask the state machines."""
-    cluster = new_cluster()
+    cluster = pair()
     receiver = cluster[READER].engine.receiver
 
     class Others:
