@@ -18,7 +18,7 @@ import torch
 from tests.helpers.harness import Ranks, kv_group
 from tests.helpers.ranks.loop_ways import READER, WAYS, WRITER
 from tests.helpers.ranks.small_cache import NUM_PAGES, check_transfer, meet, page_bytes, random_cache
-from torchkv import KVError, KVProcessGroup, KVWork, PageOutOfRange, ProtocolError
+from torchkv import KVCache, KVError, KVProcessGroup, KVWork, PageOutOfRange, ProtocolError
 from torchkv.engine.joining.registration import Registration
 from torchkv.engine.resident.flows import Flows
 from torchkv.group.reports.snapshot import stats
@@ -214,21 +214,27 @@ def test_a_healthy_request_needs_no_thread_of_pythons(order: str, shared_ranks: 
     shared_ranks("two", 2).run(without_pythons_thread, order)
 
 
+def served(kv: KVProcessGroup) -> KVCache:
+    """Both ranks know that a request has succeeded, and have called nothing since. This rank's cache."""
+    cache = random_cache()
+    kv.register(cache)
+    if kv.rank() == WRITER:
+        meet(kv)
+        kv.prefix_tokens("r", READER)
+        kv.send_pages("r", np.array([1, 2, 3]), READER)
+        kv.finish("r", READER).wait(30)
+    else:
+        rx = kv.recv_pages("r", [7, 4, 9], WRITER)
+        meet(kv)
+        rx.wait(30)
+    return cache
+
+
 def the_last_request() -> None:
-    """After a request both sides know that it has succeeded, and call nothing any more."""
     with kv_group() as kv:
-        kv.register(random_cache())
+        served(kv)
         assert kv._verbs is not None
         engine = kv._verbs.engine
-        if kv.rank() == WRITER:
-            meet(kv)
-            kv.prefix_tokens("r", READER)
-            kv.send_pages("r", np.array([1, 2, 3]), READER)
-            kv.finish("r", READER).wait(30)
-        else:
-            rx = kv.recv_pages("r", [7, 4, 9], WRITER)
-            meet(kv)
-            rx.wait(30)
         until = time.monotonic() + 20
         while engine.sender.requests.by_key or engine.receiver.requests.live:
             assert time.monotonic() < until, "its pages stay leased"
@@ -239,19 +245,11 @@ def the_last_request() -> None:
 def reports() -> None:
     """What a request has moved is counted as soon as its end is known."""
     with kv_group() as kv:
-        cache = random_cache()
-        kv.register(cache)
+        cache = served(kv)
         if kv.rank() == WRITER:
-            meet(kv)
-            kv.prefix_tokens("r", READER)
-            kv.send_pages("r", np.array([1, 2, 3]), READER)
-            kv.finish("r", READER).wait(30)
             carried = sum(lane.nbytes for lane in kv.explain(READER).lanes.values())
             assert carried == 3 * 2 * 2 * cache.layout.page_nbytes("k")
         else:
-            rx = kv.recv_pages("r", [7, 4, 9], WRITER)
-            meet(kv)
-            rx.wait(30)
             assert kv._verbs is not None
             assert stats(kv._verbs).receives == {"success": 1}
         meet(kv)

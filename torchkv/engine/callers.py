@@ -78,7 +78,7 @@ class Callers:
 
     def _take_settled(self) -> list[KVWork]:
         """Completes works as `settle` has asked for. Those that are complete now."""
-        completed = [work for action in self._settled for work in _settle(action)] if self._settled else []
+        completed = [work for action in self._settled for work in _settle(action)]
         self._settled.clear()
         return completed
 

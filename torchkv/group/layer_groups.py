@@ -131,11 +131,7 @@ class GroupedVerbs(Verbs):
                 frames = engine.exchange.take_grants(now)
                 wake = any(req.flow is None for req in reqs) or engine.exchange.has_actions
         except KVError as error:
-            with engine.lock:
-                engine.catch_up()  # an earlier request of this name may have ended
-                for name in names.values():
-                    engine.receiver.posts.refuse(name, error)
-            self._wake()
+            self._tell_refusal(names.values(), error)
             raise
         engine.send_now(frames)
         work._receives = reqs

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -73,10 +73,7 @@ class Verbs(PlainVerbs):
             ranks = self._checked_writers(src, operation)
             req, frames, wake = self._post(request, array, ranks, prefix_tokens, slot, total, work)
         except KVError as error:
-            with engine.lock:
-                engine.catch_up()  # an earlier request of this name may have ended
-                engine.receiver.posts.refuse(request, error)
-            self._wake()
+            self._tell_refusal([request], error)
             raise
         if frames:
             engine.send_now(frames)
@@ -84,6 +81,14 @@ class Verbs(PlainVerbs):
         if wake:
             self._wake()
         return work
+
+    def _tell_refusal(self, names: Iterable[str], error: KVError) -> None:
+        """Tells the instance that ``recv_pages`` was refused on this rank, of these requests of the protocol."""
+        with self.engine.lock:
+            self.engine.catch_up()  # an earlier request of the name may have ended
+            for name in names:
+                self.engine.receiver.posts.refuse(name, error)
+        self._wake()
 
     def _checked_writers(self, src: Peers, operation: str) -> tuple[int, ...]:
         """The ranks of ``src``. Raises ``LayoutMismatch`` if together they do not hold every byte of this rank."""

@@ -103,7 +103,7 @@ def pay_posted(world: World, rank: int, flow: int, generation: int) -> bool:
     """Tells the leader what this rank has posted; False where its mailbox is full."""
     receive = world["receives"][flow]
     if receive["state"] in (FREE, SUCCEEDED) or receive["generation"] != generation:
-        return True  # Python has taken the flow back, and tells the leader itself
+        return True  # it has ended, or Python has taken the flow back, and tells the leader itself
     peer = world["peers"][rank]
     if room(world, peer) < 1:
         return False
