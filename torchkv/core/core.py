@@ -32,7 +32,7 @@ from torchkv.core.thread import attend, end_turn, run, take_turn
 from torchkv.core.way import Way
 from torchkv.host.jit import at_register
 
-__all__ = ["Core"]
+__all__ = ["Checked", "Core"]
 
 _SEND, _OP = (list(record.__annotations__) for record in (Send, Op))
 _NBYTES, _RUNS, _POSTED, _SPARED = (_OP.index(name) for name in ("nbytes", "runs", "posted", "spared"))
@@ -45,6 +45,9 @@ _PEER_FLOW, _GENERATION, _PREFIX, _GRANTED, _DST_PAGE, _MAX_SLOT = (
 _COMMAND_TAIL, _COMMAND_HEAD, _NETWORK, _DRIVING, _BROKEN = (
     word_at(name) // 8 for name in ("command_tail", "command_head", "network", "driving", "broken")
 )
+
+# Page ids that are in range, where they lie, and how many they are.
+Checked = tuple[Int64Array, int, int]
 
 
 class Core:
@@ -310,6 +313,30 @@ class Core:
             self._kept_ops[index] = None
             self._free_ops.append(index)
             return None
+        self.runner.told(op=True)
+        return index
+
+    def start_again(
+        self,
+        flow: int,
+        positions: Int64Array,
+        pages: Int64Array,
+        checked: Checked,
+        held: int,
+        start: int,
+        gate: Gate,
+        verb: int,
+    ) -> int | None:
+        """`start_op` of ``pages`` without the first ``held``. None also if they are not those that were ``checked``."""
+        if not self._free_ops:
+            return None
+        index, (ids, known, count) = self._free_ops[-1], checked
+        if not posting.start_again(
+            self._address, index, flow, positions, pages, known, count, held, start, *gate, verb
+        ):
+            return None
+        self._free_ops.pop()
+        self._kept_ops[index] = positions, ids
         self.runner.told(op=True)
         return index
 

@@ -35,6 +35,7 @@ __all__ = [
     "open_send",
     "post_grant",
     "post_receive",
+    "start_again",
     "start_more",
     "start_op",
     "wait_for_grant",
@@ -208,11 +209,33 @@ def start_op(
     staged: 1 if they are staged, although the send may say otherwise; 2 if that is also promised: nothing of the send
     has been, or will be, written in another way.
     """
-    world = world_at(address)
+    at, world = ids.ctypes.data, world_at(address)
+    _start_op(
+        world, index, flow, of_state, positions, at, len(ids), start, gate, gate_stream, gate_number, verb, staged
+    )
+
+
+@compiled_with_gil
+def _start_op(
+    world: World,
+    index: int,
+    flow: int,
+    of_state: int,
+    positions: Int64Array,
+    ids: int,
+    count: int,
+    start: int,
+    gate: int,
+    gate_stream: int,
+    gate_number: int,
+    verb: int,
+    staged: int,
+) -> None:
+    """See `start_op`. ids: address of ``count`` page ids."""
     op = world["ops"][index]
     op["flow"], op["of_state"] = flow, of_state
     op["positions"], op["num_positions"] = positions.ctypes.data, len(positions)
-    op["ids"], op["count"], op["start"] = ids.ctypes.data, len(ids), start
+    op["ids"], op["count"], op["start"] = ids, count, start
     op["at"] = op["segment"] = op["ordinal"] = op["told"] = op["group"] = op["nbytes"] = op["runs"] = 0
     op["gate"], op["gate_stream"], op["gate_number"] = gate, gate_stream, gate_number
     op["posted"] = op["until"] = op["arrived"] = op["mark"] = op["operation"] = 0
@@ -243,6 +266,39 @@ def start_more(
     if not copy_ids(given, ids, num_pages):
         return False
     start_op(address, index, flow, 0, positions, ids, start, gate, gate_stream, gate_number, verb, 0)
+    return True
+
+
+@compiled_with_gil
+def start_again(
+    address: int,
+    index: int,
+    flow: int,
+    positions: Int64Array,
+    given: Int64Array,
+    checked: int,
+    num_checked: int,
+    held: int,
+    start: int,
+    gate: int,
+    gate_stream: int,
+    gate_number: int,
+    verb: int,
+) -> bool:
+    """Starts an op of the pages ``given``, if they are those that another one has ``checked``; else returns False.
+
+    checked: address of ``num_checked`` page ids, which must stay alive. held: so many of the first are left out.
+    """
+    if len(given) != num_checked:
+        return False
+    unlike = np.int64(0)  # without a branch in the loop, so that it compiles to vector instructions
+    for i in range(num_checked):
+        unlike |= given[i] ^ load(checked + 8 * i)
+    if unlike != 0:
+        return False
+    world = world_at(address)
+    ids, count = checked + 8 * held, num_checked - held
+    _start_op(world, index, flow, 0, positions, ids, count, start, gate, gate_stream, gate_number, verb, 0)
     return True
 
 

@@ -187,7 +187,14 @@ class GroupedVerbs(Verbs):
             return None
         if verb == "send_layer" and (group, ranks[0]) not in engine.whole_pages:
             return None
-        if trace.isEnabledFor(logging.DEBUG) or (copyable := arguments.copyable_pages(pages)) is None:
+        if trace.isEnabledFor(logging.DEBUG):
+            return None
+        if (
+            req.latest is not None
+            and (work := self._again(req, verb, held, pages, start, event, from_prompt)) is not None
+        ):
+            return work
+        if (copyable := arguments.copyable_pages(pages)) is None:
             return None
         given, ids = copyable
         if len(given) and given[0] == ABSENT:

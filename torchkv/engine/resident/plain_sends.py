@@ -6,6 +6,7 @@ Each method does nothing, and says so, where a verb needs more thought. All are 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchkv.arrays import Int64Array
@@ -22,15 +23,33 @@ from torchkv.protocol.sending.request import SenderRequest
 from torchkv.transfer.peer_connection import PeerConnection
 
 if TYPE_CHECKING:
-    from torchkv.core.core import Core
+    from torchkv.core.core import Checked, Core
     from torchkv.engine.resident.notices import OnLoop
 
-__all__ = ["Call", "Met", "PlainSends"]
+__all__ = ["Call", "LatestSend", "Met", "PlainSends"]
 
 # A verb: its name, the request, layers, this rank's pages, the receiver, the first page's position, and an event.
 Call = tuple[str, str, tuple[int, ...], Int64Array, int, int, Any]
 # What `meet` or `begin` has begun: its grant, the request's flow, the index of its first op, and its route.
 Met = tuple[BoundGrant, int, int, Route]
+
+
+@dataclass(eq=False, slots=True)
+class LatestSend:
+    """How the latest verb of a request went: one that differs in its layers and its event alone takes less time.
+
+    verb, start, from_prompt: as it was called. checked: its page ids. held: how many of the first were left out. op: of
+    the others, as it went on ``flow`` by ``route``.
+    """
+
+    verb: str
+    start: int
+    from_prompt: bool
+    checked: Checked
+    held: int
+    op: SendOp
+    flow: int
+    route: Route
 
 
 class PlainSends:
@@ -164,18 +183,39 @@ class PlainSends:
 
     # ------------------------------------------------------------------ later verbs
 
-    def start_more(self, req: SenderRequest, op: SendOp, pages: Int64Array) -> bool:
-        """`Flows.start` of an op of a bound request.
+    def start_more(self, req: SenderRequest, op: SendOp, pages: Int64Array) -> tuple[int, Route] | None:
+        """`Flows.start` of an op of a bound request. Its flow and its route.
 
         pages: the op's page ids as the caller gave them, which are checked as they are copied to its ``source_pages``.
         """
         if (way := self._more(req, op)) is None:
-            return False
+            return None
         flow, route, gate = way
         verb = self._codes.get(op.verb, 0)  # of a verb with one part
         copied = op.source_pages.pages
         index = self._core.start_more(
             flow, route.positions[op.layers], pages, copied, self._num_pages, op.start, gate, verb
+        )
+        if index is None:
+            return None
+        self._runs(req, op, index)
+        return flow, route
+
+    def start_again(
+        self, req: SenderRequest, last: LatestSend, op: SendOp, given: Int64Array, gate: Gate | None
+    ) -> bool:
+        """`start_more` of an op that is as the latest one was, but for its layers and its event.
+
+        given: the page ids as the caller gave them. False, and nothing is done, also if they are others.
+        """
+        flow, route = last.flow, last.route
+        if req.flow != flow or req.finish is not None or req.loop_promised or self._core.broken or gate is None:
+            return False
+        if not route.usable or route.connection is not self._connections.get(req.dst):
+            return False
+        verb = self._codes.get(op.verb, 0)
+        index = self._core.start_again(
+            flow, route.positions[op.layers], given, last.checked, last.held, op.start, gate, verb
         )
         if index is None:
             return False

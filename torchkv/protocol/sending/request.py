@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torchkv.errors import KVError, ProtocolError, TransferTimeout
 from torchkv.protocol.actions import ANYBODY, BoundGrant, SendOp, Work
@@ -61,6 +62,7 @@ class SenderRequest:
     loop_wrote: bool = False  # a verb has said nothing
     loop_layers: tuple[int, ...] = ()  # those of its plan there
     serial: int = 0  # that the loop's journal knows it by; 0: nothing is recorded
+    latest: Any = None  # of its verbs, as the engine can do it again for other layers
     # Bytes that the loop had copied, and when that was seen first, or when an op was last seen to wait for its event.
     moved: tuple[int, float] = (-1, 0.0)
     # Set when it is taken back: whether what the loop had staged for it has come to an end, so that later bytes come
