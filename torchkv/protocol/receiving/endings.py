@@ -76,9 +76,9 @@ class ReceiveEndings:
             self.actions.extend(Tell(rank, verdict) for rank in req.writers)
         self.counts.ended(None)
         self.end(req)
-        self.actions.append(
-            Settle(req.work, aux=req.aux, nbytes=by_loop or 0, path=req.loop_path if by_loop else "none")
-        )
+        # The work knows its request, which it may be asked for layers of. So that both are freed without a collector:
+        work, req.work = req.work, None
+        self.actions.append(Settle(work, aux=req.aux, nbytes=by_loop or 0, path=req.loop_path if by_loop else "none"))
 
     def fail(self, req: ReceiverRequest, error: KVError, *, decided: bool = False) -> None:
         """Fails the request. A complete one of an instance is its leader's to decide, and this rank only asks.
@@ -141,6 +141,7 @@ class ReceiveEndings:
         elif req.all_ended:  # also the parts that ended before, whose pages are the same caller's
             for part in req.parts:
                 self._leases.free(part)
+                part.parts = ()  # which know each other, and would be left to the collector
         if req.reserved is not None and self._requests.flows is not None:
             self._requests.flows.free_receive(req.reserved)
         self._requests.remove(req)
