@@ -13,6 +13,7 @@ import pytest
 from tests.helpers.simulation.acquainted import PAGE_SIZE, of_layer_groups, pair, some_lists, two_readers
 from tests.helpers.simulation.cluster import Cluster
 from torchkv.engine.work import KVWork
+from torchkv.errors import TransferCancelled
 
 SENT, GRANTED = np.array([5, 6, 2]), [3, 1, 9]
 
@@ -104,5 +105,34 @@ def test_a_request_that_has_succeeded_leaves_nothing_to_the_collector(
             if made is pair:
                 works[0].wait_layer(1)
             del works
+        cluster.run(lambda: False, limit=0.5)
+    assert [type(thing).__name__ for thing in left] == []
+
+
+@pytest.mark.parametrize("canceller", [0, 1], ids=["writer", "reader"])
+@pytest.mark.parametrize("sent", [True, False])
+def test_nor_does_one_that_was_cancelled_unless_its_error_was_raised(canceller: int, sent: bool) -> None:
+    """A traceback knows its frames, and these know the work that has the error."""
+    cluster = pair()
+
+    def cancelled(request: str) -> None:
+        works = [cluster[1].recv_pages(request, GRANTED, 0)]
+        if sent:
+            assert cluster.run(lambda: cluster[0].granted(request, 1) is not None, limit=5)
+            works.append(cluster[0].send_layer(request, 0, SENT, 1))
+        works.append(cluster[canceller].cancel(request))
+        if not sent and canceller == 0:  # which knows no request to cancel yet
+            works.append(cluster[1].cancel(request))
+        assert cluster.run(lambda: all(work.is_completed() for work in works), limit=5)
+        ended = cluster[0].cancel(request)
+        assert cluster.run(ended.is_completed, limit=5)
+        error = works[0].exception()
+        assert isinstance(error, TransferCancelled)
+        assert cluster.run(lambda: error.pages_safe, limit=5)
+
+    cancelled("first")
+    with collecting() as left:
+        for number in range(3):
+            cancelled(f"r{number}")
         cluster.run(lambda: False, limit=0.5)
     assert [type(thing).__name__ for thing in left] == []

@@ -75,9 +75,8 @@ class ReceiveEndings:
             verdict = Verdict(req.generation)
             self.actions.extend(Tell(rank, verdict) for rank in req.writers)
         self.counts.ended(None)
+        work = req.work
         self.end(req)
-        # The work knows its request, which it may be asked for layers of. So that both are freed without a collector:
-        work, req.work = req.work, None
         self.actions.append(Settle(work, aux=req.aux, nbytes=by_loop or 0, path=req.loop_path if by_loop else "none"))
 
     def fail(self, req: ReceiverRequest, error: KVError, *, decided: bool = False) -> None:
@@ -136,12 +135,10 @@ class ReceiveEndings:
         """The leases end, or those of a part once the others' do."""
         assert req.flow is None
         req.ended = True
-        if not req.parts:
-            self._leases.free(req)
-        elif req.all_ended:  # also the parts that ended before, whose pages are the same caller's
-            for part in req.parts:
+        if req.all_ended:  # also the parts that ended before, whose pages are the same caller's
+            for part in req.parts or (req,):
                 self._leases.free(part)
-                part.parts = ()  # which know each other, and would be left to the collector
+                part.forget()
         if req.reserved is not None and self._requests.flows is not None:
             self._requests.flows.free_receive(req.reserved)
         self._requests.remove(req)

@@ -120,6 +120,12 @@ class ReceiverRequest:
         """Whether the leases of the whole call have ended: its pages may be used again."""
         return self.ended and all(part.ended for part in self.parts)
 
+    def forget(self) -> None:
+        """Lets go of whatever knows this request, once `all_ended`: so both are freed without a garbage collector."""
+        self.work, self.parts = None, ()
+        if self.error is not None:
+            self.error._pages_safe = None  # from now on they are
+
     @property
     def aux(self) -> bytes:
         """The aux bytes of the writers. Those that sent any sent the same: `Receiver.on_seal` sees to it."""

@@ -76,6 +76,8 @@ class SendEndings:
     def end(self, req: SenderRequest) -> None:
         """Nothing is left of the request."""
         self._requests.end(req)
+        if req.error is not None and req.error.pages_safe:
+            req.error._pages_safe = None  # which knows the request: both are freed without a garbage collector
         if req.grant is not None:
             self._requester.forget(req.dst, req.grant.generation)
 
