@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -222,6 +224,52 @@ def test_behind_a_cancel_nothing_is_written(here: bool) -> None:
     assert isinstance(error, TransferCancelled) != here, "cancelled here, the name is free for a new request"
     now = page_bytes(request.reader)
     assert all((now[name, 2] == request.before[name, 2]).all() for name in ("k", "v"))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_chunks_in_any_order_with_lists_that_change(seed: int, short: list[tuple[int, ...]]) -> None:
+    """Every page of every layer, some again, from arrays that are used for others next, while the loops go on."""
+    dice = random.Random(seed)
+    held, count = dice.choice([0, 0, 2]), 8
+    request = Request(pages=count, prefix=held * PAGE_SIZE)
+    orders = [dice.sample(range(PAGES), held + count) for _ in range(LAYERS)]
+    orders[1:] = dice.choice([orders[1:], [orders[0]] * 2])
+    cuts = sorted({0, count, *dice.sample(range(1, count), dice.randrange(3))})
+    chunks = list(itertools.pairwise(cuts))
+    calls = [(chunk, layer) for chunk in chunks for layer in (*range(LAYERS), *dice.choices(range(LAYERS), k=3))]
+    if dice.random() < 0.2:
+        dice.shuffle(calls)
+    buffer = np.empty(held + count, dtype=np.int64)
+    verb, from_prompt = "send_layer", False
+    for (first, last), layer in calls:
+        if dice.random() < 0.2:
+            verb, from_prompt = dice.choice(["send_layer", "send_slice"]), dice.random() < 0.5
+        start, origin = (first + held, "prompt") if from_prompt else (first, "prefix")
+        begin = 0 if from_prompt and first == 0 else held + first  # with the pages that the reader holds
+        ids = buffer[: held + last - begin]
+        ids[:] = orders[layer][begin : held + last]
+        start -= held + first - begin
+        if dice.random() < 0.2:
+            ids = ids.copy()
+        event = Gate(request.cluster.world, dice.random() * 0.01) if dice.random() < 0.2 else None
+        send = getattr(request.writer, verb)
+        request.sent.append(send("r", layer, ids, READER, start=start, origin=origin, event=event))
+        buffer[:] = dice.randrange(PAGES)
+        for _ in range(dice.randrange(3)):
+            dice.choice(request.cluster.ranks).engine.flows.core.runner.step()
+    request.finish()
+    assert all(request.arrived(layer, request.granted, orders[layer][held:]) for layer in range(LAYERS))
+    assert request.untouched(request.granted)
+
+
+class Gate:
+    """An event that happens some seconds from now."""
+
+    def __init__(self, world: Any, seconds: float) -> None:
+        self._world, self._at = world, world.now + seconds
+
+    def query(self) -> bool:
+        return bool(self._world.now >= self._at)
 
 
 def _run(cluster: Cluster, works: list[KVWork]) -> None:
