@@ -132,7 +132,7 @@ class PlainSending(RecordedVerbs):
         last: LatestSend = req.latest
         if last.verb != verb or last.start != start or last.from_prompt is not from_prompt:
             return None
-        if (given := arguments.plain_pages(pages)) is None:
+        if (given := arguments.plain_pages(pages)) is None or len(given) != last.checked[2]:
             return None
         engine, flows = self.engine, self.engine.flows
         assert flows is not None
