@@ -32,7 +32,7 @@ from torchkv.core.thread import attend, end_turn, run, take_turn
 from torchkv.core.way import Way
 from torchkv.host.jit import at_register
 
-__all__ = ["Checked", "Core"]
+__all__ = ["Core"]
 
 _SEND, _OP = (list(record.__annotations__) for record in (Send, Op))
 _NBYTES, _RUNS, _POSTED, _SPARED = (_OP.index(name) for name in ("nbytes", "runs", "posted", "spared"))
@@ -45,9 +45,6 @@ _PEER_FLOW, _GENERATION, _PREFIX, _GRANTED, _DST_PAGE, _MAX_SLOT = (
 _COMMAND_TAIL, _COMMAND_HEAD, _NETWORK, _DRIVING, _BROKEN = (
     word_at(name) // 8 for name in ("command_tail", "command_head", "network", "driving", "broken")
 )
-
-# Page ids that are in range, where they lie, and how many they are.
-Checked = tuple[Int64Array, int, int]
 
 
 class Core:
@@ -301,10 +298,7 @@ class Core:
         gate: Gate,
         verb: int = 0,
     ) -> int | None:
-        """`start_op` of ``pages``, which are copied to ``copied`` in the same call. None also if one is out of range.
-
-        num_pages: of the cache.
-        """
+        """`start_op` of ``pages``, copied to ``copied`` in the same call. None also if one is not in [0, num_pages)."""
         if not self._free_ops:
             return None
         index = self._free_ops.pop()
@@ -321,7 +315,7 @@ class Core:
         flow: int,
         positions: Int64Array,
         pages: Int64Array,
-        checked: Checked,
+        checked: Int64Array,
         held: int,
         start: int,
         gate: Gate,
@@ -330,13 +324,11 @@ class Core:
         """`start_op` of ``pages`` without the first ``held``. None also if they are not those that were ``checked``."""
         if not self._free_ops:
             return None
-        index, (ids, known, count) = self._free_ops[-1], checked
-        if not posting.start_again(
-            self._address, index, flow, positions, pages, known, count, held, start, *gate, verb
-        ):
+        index = self._free_ops[-1]
+        if not posting.start_again(self._address, index, flow, positions, pages, checked, held, start, *gate, verb):
             return None
         self._free_ops.pop()
-        self._kept_ops[index] = positions, ids
+        self._kept_ops[index] = positions, checked
         self.runner.told(op=True)
         return index
 
@@ -451,6 +443,7 @@ def warm_up() -> None:
     assert flow is not None
     core.start_op(flow, none[:0], none, 0)
     core.start_more(flow, none[:0], none, none.copy(), 1, 0, NO_GATE)
+    core.start_again(flow, none[:0], none, none, 0, 0, NO_GATE, 0)
     verb = way, none[:0], none, none.copy(), 1, 0, NO_GATE, 0
     core.meet(*verb, hashes=(0, 0), writers=0, serial=0, begun=0, prefixed=False)
     core.begin(*verb, peer_flow=0, generation=0, granted=none, slot=None, serial=0, begun=0)
@@ -488,6 +481,7 @@ def warm_up() -> None:
         emit(world, CUT, 0, 0)
     core.runner.step()
     steering.wake_loop(core._address)
+    steering.rouse(core._address)
     steering.wait_news(core._address, -1, 0)
     steering.spin_for_news(core._address, -1, 0)
     attend(cast(Any, core._memory), -1, 0)

@@ -209,33 +209,11 @@ def start_op(
     staged: 1 if they are staged, although the send may say otherwise; 2 if that is also promised: nothing of the send
     has been, or will be, written in another way.
     """
-    at, world = ids.ctypes.data, world_at(address)
-    _start_op(
-        world, index, flow, of_state, positions, at, len(ids), start, gate, gate_stream, gate_number, verb, staged
-    )
-
-
-@compiled_with_gil
-def _start_op(
-    world: World,
-    index: int,
-    flow: int,
-    of_state: int,
-    positions: Int64Array,
-    ids: int,
-    count: int,
-    start: int,
-    gate: int,
-    gate_stream: int,
-    gate_number: int,
-    verb: int,
-    staged: int,
-) -> None:
-    """See `start_op`. ids: address of ``count`` page ids."""
+    world = world_at(address)
     op = world["ops"][index]
     op["flow"], op["of_state"] = flow, of_state
     op["positions"], op["num_positions"] = positions.ctypes.data, len(positions)
-    op["ids"], op["count"], op["start"] = ids, count, start
+    op["ids"], op["count"], op["start"] = ids.ctypes.data, len(ids), start
     op["at"] = op["segment"] = op["ordinal"] = op["told"] = op["group"] = op["nbytes"] = op["runs"] = 0
     op["gate"], op["gate_stream"], op["gate_number"] = gate, gate_stream, gate_number
     op["posted"] = op["until"] = op["arrived"] = op["mark"] = op["operation"] = 0
@@ -276,8 +254,7 @@ def start_again(
     flow: int,
     positions: Int64Array,
     given: Int64Array,
-    checked: int,
-    num_checked: int,
+    checked: Int64Array,
     held: int,
     start: int,
     gate: int,
@@ -287,18 +264,16 @@ def start_again(
 ) -> bool:
     """Starts an op of the pages ``given``, if they are those that another one has ``checked``; else returns False.
 
-    checked: address of ``num_checked`` page ids, which must stay alive. held: so many of the first are left out.
+    checked: must stay alive. held: so many of the first are left out.
     """
-    if len(given) != num_checked:
+    if len(given) != len(checked):
         return False
     unlike = np.int64(0)  # without a branch in the loop, so that it compiles to vector instructions
-    for i in range(num_checked):
-        unlike |= given[i] ^ load(checked + 8 * i)
+    for i in range(len(given)):
+        unlike |= given[i] ^ checked[i]
     if unlike != 0:
         return False
-    world = world_at(address)
-    ids, count = checked + 8 * held, num_checked - held
-    _start_op(world, index, flow, 0, positions, ids, count, start, gate, gate_stream, gate_number, verb, 0)
+    start_op(address, index, flow, 0, positions, checked[held:], start, gate, gate_stream, gate_number, verb, 0)
     return True
 
 

@@ -132,7 +132,7 @@ class PlainSending(RecordedVerbs):
         last: LatestSend = req.latest
         if last.verb != verb or last.start != start or last.from_prompt is not from_prompt:
             return None
-        if (given := arguments.plain_pages(pages)) is None or len(given) != last.checked[2]:
+        if (given := arguments.plain_pages(pages)) is None or len(given) != len(last.checked):
             return None
         engine, flows = self.engine, self.engine.flows
         assert flows is not None
@@ -169,8 +169,7 @@ class PlainSending(RecordedVerbs):
             if (started := flows.plain.start_more(req, op, given)) is None:
                 return None
             req.add_sent(op)
-            checked = ids, ids.ctypes.data, len(ids)
-            req.latest = LatestSend(verb, asked, from_prompt, checked, len(ids) - op.num_pages, op, *started)
+            req.latest = LatestSend(verb, asked, from_prompt, ids, len(ids) - op.num_pages, op, *started)
         return cast(KVWork, op.work)
 
     def _send_several(

@@ -23,7 +23,7 @@ from torchkv.protocol.sending.request import SenderRequest
 from torchkv.transfer.peer_connection import PeerConnection
 
 if TYPE_CHECKING:
-    from torchkv.core.core import Checked, Core
+    from torchkv.core.core import Core
     from torchkv.engine.resident.notices import OnLoop
 
 __all__ = ["Call", "LatestSend", "Met", "PlainSends"]
@@ -45,7 +45,7 @@ class LatestSend:
     verb: str
     start: int
     from_prompt: bool
-    checked: Checked
+    checked: Int64Array
     held: int
     op: SendOp
     flow: int
