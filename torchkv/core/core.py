@@ -316,19 +316,19 @@ class Core:
         positions: Int64Array,
         pages: Int64Array,
         checked: Int64Array,
-        held: int,
+        copied: Int64Array,
         start: int,
         gate: Gate,
         verb: int,
     ) -> int | None:
-        """`start_op` of ``pages`` without the first ``held``. None also if they are not those that were ``checked``."""
+        """`start_op` of ``copied``, if ``pages`` are those that were ``checked`` for it before. None also if not."""
         if not self._free_ops:
             return None
         index = self._free_ops[-1]
-        if not posting.start_again(self._address, index, flow, positions, pages, checked, held, start, *gate, verb):
+        if not posting.start_again(self._address, index, flow, positions, pages, checked, copied, start, *gate, verb):
             return None
         self._free_ops.pop()
-        self._kept_ops[index] = positions, checked
+        self._kept_ops[index] = positions, copied
         self.runner.told(op=True)
         return index
 
@@ -443,7 +443,7 @@ def warm_up() -> None:
     assert flow is not None
     core.start_op(flow, none[:0], none, 0)
     core.start_more(flow, none[:0], none, none.copy(), 1, 0, NO_GATE)
-    core.start_again(flow, none[:0], none, none, 0, 0, NO_GATE, 0)
+    core.start_again(flow, none[:0], none, none, none, 0, NO_GATE, 0)
     verb = way, none[:0], none, none.copy(), 1, 0, NO_GATE, 0
     core.meet(*verb, hashes=(0, 0), writers=0, serial=0, begun=0, prefixed=False)
     core.begin(*verb, peer_flow=0, generation=0, granted=none, slot=None, serial=0, begun=0)

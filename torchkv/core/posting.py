@@ -255,17 +255,14 @@ def start_again(
     positions: Int64Array,
     given: Int64Array,
     checked: Int64Array,
-    held: int,
+    ids: Int64Array,
     start: int,
     gate: int,
     gate_stream: int,
     gate_number: int,
     verb: int,
 ) -> bool:
-    """Starts an op of the pages ``given``, if they are those that another one has ``checked``; else returns False.
-
-    checked: must stay alive. held: so many of the first are left out.
-    """
+    """Starts an op of ``ids``, as when ``checked`` was given for them; False if ``given`` is not that."""
     if len(given) != len(checked):
         return False
     unlike = np.int64(0)  # without a branch in the loop, so that it compiles to vector instructions
@@ -273,7 +270,7 @@ def start_again(
         unlike |= given[i] ^ checked[i]
     if unlike != 0:
         return False
-    start_op(address, index, flow, 0, positions, checked[held:], start, gate, gate_stream, gate_number, verb, 0)
+    start_op(address, index, flow, 0, positions, ids, start, gate, gate_stream, gate_number, verb, 0)
     return True
 
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.cache import KVCache
-from torchkv.core.device import NO_GATE
 from torchkv.engine.loop_progress import LoopProgress
 from torchkv.engine.resident.plain_sends import Call, LatestSend, Met
 from torchkv.engine.scheduler import SourcePages
@@ -138,17 +137,12 @@ class PlainSending(RecordedVerbs):
         assert flows is not None
         if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
             return None
-        like = last.op
-        work = KVWork(like.work._operation, sync_words=self._sync_words, loop=self._loop, parts=1)
-        source = SourcePages(like.source_pages.pages, event, None)
-        op = SendOp(like.request, like.dst, {}, layers, like.start, like.num_pages, work, source)
-        op.verb = like.verb
-        gate = NO_GATE if event is None else flows.routes.gate(event)
+        op = self._op(verb, req.request, layers, last.op.source_pages.pages, req.dst, last.op.start, event)
         with engine.lock:
-            if not flows.plain.start_again(req, last, op, given, gate):
+            if not flows.plain.start_again(req, last, op, given):
                 return None
             req.add_sent(op)
-        return work
+        return cast(KVWork, op.work)
 
     def _continue(self, req: SenderRequest, call: Call, given: Int64Array, from_prompt: bool) -> KVWork | None:
         """Sends to a receiver whose request has begun. given: the page ids as the caller gave them, not checked."""
@@ -169,7 +163,7 @@ class PlainSending(RecordedVerbs):
             if (started := flows.plain.start_more(req, op, given)) is None:
                 return None
             req.add_sent(op)
-            req.latest = LatestSend(verb, asked, from_prompt, ids, len(ids) - op.num_pages, op, *started)
+            req.latest = LatestSend(verb, asked, from_prompt, ids, op, *started)
         return cast(KVWork, op.work)
 
     def _send_several(

@@ -12,7 +12,17 @@ from tests.helpers.simulation.cluster import Cluster, Place
 from torchkv.engine.work import KVWork
 from torchkv.layout.layout import KVLayout
 
-__all__ = ["GROUPED_PAGES", "PAGES", "PAGE_SIZE", "READERS", "of_layer_groups", "pair", "some_lists", "two_readers"]
+__all__ = [
+    "GROUPED_PAGES",
+    "PAGES",
+    "PAGE_SIZE",
+    "READERS",
+    "of_layer_groups",
+    "pair",
+    "run_to_success",
+    "some_lists",
+    "two_readers",
+]
 
 PAGES, PAGE_SIZE = 16, 2  # of `pair` and `two_readers`
 READERS = 2  # of the latter
@@ -61,8 +71,13 @@ def some_lists(seed: int, absent: int, count: int) -> dict[str, Any]:
     return lists
 
 
+def run_to_success(cluster: Cluster, works: list[KVWork]) -> None:
+    assert cluster.run(lambda: all(work.is_completed() for work in works), limit=5)
+    assert [work.exception() for work in works] == [None] * len(works)
+
+
 def _served(made: Cluster, works: list[KVWork]) -> Cluster:
-    assert made.run(lambda: all(work.is_completed() for work in works), limit=5)
+    run_to_success(made, works)
     for storage in made[0].cache.storages:
         storage.random_(0, 255)
     return made

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.simulation.acquainted import PAGE_SIZE, of_layer_groups, pair, some_lists, two_readers
+from tests.helpers.simulation.acquainted import (
+    PAGE_SIZE,
+    of_layer_groups,
+    pair,
+    run_to_success,
+    some_lists,
+    two_readers,
+)
 from tests.helpers.simulation.cluster import Cluster
 from torchkv.engine.work import KVWork
 from torchkv.errors import TransferCancelled
@@ -33,11 +40,6 @@ def collecting() -> Iterator[list[Any]]:
         gc.set_debug(0)
         gc.unfreeze()
         gc.garbage.clear()
-
-
-def run(cluster: Cluster, works: list[KVWork]) -> None:
-    assert cluster.run(lambda: all(work.is_completed() for work in works), limit=5)
-    assert [work.exception() for work in works] == [None] * len(works)
 
 
 def by_pages(cluster: Cluster, request: str) -> list[KVWork]:
@@ -97,11 +99,11 @@ def test_a_request_that_has_succeeded_leaves_nothing_to_the_collector(
     made: Callable[[], Cluster], request_of: Callable[[Cluster, str], list[KVWork]]
 ) -> None:
     cluster = made()
-    run(cluster, request_of(cluster, "first"))  # what is made once
+    run_to_success(cluster, request_of(cluster, "first"))  # what is made once
     with collecting() as left:
         for number in range(3):
             works = request_of(cluster, f"r{number}")
-            run(cluster, works)
+            run_to_success(cluster, works)
             if made is pair:
                 works[0].wait_layer(1)
             del works

@@ -38,15 +38,14 @@ Met = tuple[BoundGrant, int, int, Route]
 class LatestSend:
     """How the latest verb of a request went: one that differs in its layers and its event alone takes less time.
 
-    verb, start, from_prompt: as it was called. checked: its page ids. held: how many of the first were left out. op: of
-    the others, as it went on ``flow`` by ``route``.
+    verb, start, from_prompt: as it was called. checked: its page ids. op: of those behind the prefix, as it went on
+    ``flow`` by ``route``.
     """
 
     verb: str
     start: int
     from_prompt: bool
     checked: Int64Array
-    held: int
     op: SendOp
     flow: int
     route: Route
@@ -201,21 +200,17 @@ class PlainSends:
         self._runs(req, op, index)
         return flow, route
 
-    def start_again(
-        self, req: SenderRequest, last: LatestSend, op: SendOp, given: Int64Array, gate: Gate | None
-    ) -> bool:
+    def start_again(self, req: SenderRequest, last: LatestSend, op: SendOp, given: Int64Array) -> bool:
         """`start_more` of an op that is as the latest one was, but for its layers and its event.
 
         given: the page ids as the caller gave them. False, and nothing is done, also if they are others.
         """
-        flow, route = last.flow, last.route
-        if req.flow != flow or req.finish is not None or req.loop_promised or self._core.broken or gate is None:
-            return False
-        if not route.usable or route.connection is not self._connections.get(req.dst):
+        flow, route, copied = last.flow, last.route, op.source_pages.pages
+        if req.flow != flow or (gate := self._gate(req, op, route)) is None:
             return False
         verb = self._codes.get(op.verb, 0)
         index = self._core.start_again(
-            flow, route.positions[op.layers], given, last.checked, last.held, op.start, gate, verb
+            flow, route.positions[op.layers], given, last.checked, copied, op.start, gate, verb
         )
         if index is None:
             return False
@@ -238,23 +233,28 @@ class PlainSends:
 
     def _more(self, req: SenderRequest, op: SendOp) -> tuple[int, Route, Gate] | None:
         """The flow on which an op of a bound request can start, its route, and its gate."""
-        grant, source, flow = req.grant, op.source_pages, req.flow
-        if flow is None or grant is None or req.finish is not None or source.path not in (None, "direct"):
-            return None
-        if req.loop_promised:
+        grant, flow = req.grant, req.flow
+        if flow is None or grant is None or op.source_pages.path not in (None, "direct"):
             return None
         plan = grant.plan
         outside = (op.start + op.num_pages - 1) * plan.src_page_size >= len(grant.pages) * plan.dst_page_size
         if outside and not op.state:
             return None
         route = self._routes.known.get((req.dst, id(plan)))
-        if route is None or not route.usable or route.connection is not self._connections.get(req.dst):
-            return None
-        event, has_kernels = source.event, route.way.has_kernels
-        gate = NO_GATE if event is None and not has_kernels else self._routes.gate(event)
-        if gate is None or self._core.broken or (has_kernels and op.num_pages > MAX_GRANTED):
+        if route is None or (gate := self._gate(req, op, route)) is None:
             return None
         return flow, route, gate
+
+    def _gate(self, req: SenderRequest, op: SendOp, route: Route) -> Gate | None:
+        """The gate of one more op of a request, if the request and its route still take any."""
+        if req.finish is not None or req.loop_promised or self._core.broken:
+            return None
+        if not route.usable or route.connection is not self._connections.get(req.dst):
+            return None
+        event, has_kernels = op.source_pages.event, route.way.has_kernels
+        if has_kernels and op.num_pages > MAX_GRANTED:
+            return None
+        return NO_GATE if event is None and not has_kernels else self._routes.gate(event)
 
     # ------------------------------------------------------------------ what is on the loop
 
