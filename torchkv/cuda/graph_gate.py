@@ -19,7 +19,7 @@ from torchkv.cuda.driver import context, device_index
 from torchkv.cuda.events import RecordedEvent, event_pool, is_capturing
 from torchkv.errors import ProtocolError
 
-__all__ = ["Expectation", "GateEvent", "GraphGate", "record_gate", "refuse_capture", "try_record_gate"]
+__all__ = ["Expectation", "GateEvent", "GraphGate", "current_device", "record_gate", "refuse_capture"]
 
 
 def current_device() -> int:
@@ -45,11 +45,6 @@ def record_gate(index: int, *, keep_gil: bool = True) -> RecordedEvent:
     Another GPU may be current. Call `refuse_capture` first. keep_gil: see `EventPool.record`.
     """
     return event_pool(index).record(keep_gil=keep_gil)
-
-
-def try_record_gate(index: int) -> RecordedEvent | None:
-    """`refuse_capture` and `record_gate` in one, for a verb's critical path: None where they have to look closer."""
-    return event_pool(index).try_record() if current_device() == index else None
 
 
 class Expectation:

@@ -413,11 +413,10 @@ class Engine:
         flows = self.flows
         if flows is None or not flows.notices.has_news or flows.core.news.count == self._seen_news:
             return False
-        if self.gpu is None:  # where this has not been tested yet
-            if sends and all(map(flows.has_sent, sends)):
-                return True
-            if receives and all(map(flows.has_received, receives)):
-                return True
+        if sends and all(map(flows.has_sent, sends)):
+            return True
+        if receives and all(map(flows.has_received, receives)):
+            return True
         self.poll()
         return False
 

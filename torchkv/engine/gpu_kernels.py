@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchkv.core.device import Gate, gate_of
+from torchkv.core.device import gate_of
 from torchkv.layout.conversion import Scales
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.transfer.peer_connection import LocalPages, PeerConnection
@@ -90,5 +90,4 @@ class GpuKernels:
             plan, launcher, device=gpu.device, errors=self.errors, tickets=gpu.loop_tickets, blocks=gpu.blocks
         )
 
-    def gate(self, event: object | None) -> Gate | None:
-        return gate_of(event)
+    gate = staticmethod(gate_of)

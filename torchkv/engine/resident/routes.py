@@ -150,6 +150,7 @@ class Routes:
         self._local = local
         self._connections = connections
         self._kernels = kernels
+        self.gate = _no_gate if kernels is None else kernels.gate  # `Kernels.gate`
         self._puts = puts
         self._sends_to = sends_to
         self.stages: StandingStages | None = None  # set by the flows, if loops may stage
@@ -293,11 +294,6 @@ class Routes:
             return "staged"
         return connection.path(forced=None, page_for_page=plan.page_for_page)
 
-    def gate(self, event: object | None) -> Gate | None:
-        if self._kernels is not None:
-            return self._kernels.gate(event)
-        return NO_GATE if event is None else None
-
     def takes(self, plans: Mapping[int, PairPlan]) -> bool:
         """Whether these ranks are expected to have routes to this one, for these plans.
 
@@ -367,3 +363,8 @@ def _is_coarse(plan: PairPlan) -> bool:
     """Whether the loop can put a plan: bytes as they are, in runs that are not short. Both ends decide alike."""
     rows = [segment.rows for part in plan.parts for segment in part.segments]
     return not plan.converts and all(row.run >= MIN_RUN and row.per_pair <= MAX_ROWS for row in rows)
+
+
+def _no_gate(event: object | None) -> Gate | None:
+    """The gate of an op that the host's processor copies: it waits for none."""
+    return NO_GATE if event is None else None
