@@ -77,6 +77,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuLaunchKernel": (_POINTER, *[ctypes.c_uint] * 7, _POINTER, _POINTER, _POINTER),
     "cuMemcpyHtoDAsync_v2": (_UINT64, _POINTER, ctypes.c_size_t, _POINTER),  # to, from, bytes, stream
     "cuStreamIsCapturing": (_POINTER, ctypes.POINTER(ctypes.c_int)),
+    "cuStreamQuery": (_POINTER,),
     "cuStreamWaitEvent": (_POINTER, _POINTER, ctypes.c_uint),
     "cuStreamWaitValue32_v2": (_POINTER, _UINT64, _UINT32, ctypes.c_uint),  # stream, address, value, flags
     "cuStreamWriteValue32_v2": (_POINTER, _UINT64, _UINT32, ctypes.c_uint),

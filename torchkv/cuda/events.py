@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -79,28 +79,33 @@ def wait_on_stream(event: StreamEvent, stream: torch.cuda.Stream) -> None:
 
 
 _call_capturing = c_function(2, 32)
+_call_query = c_function(1, 32)
 _call_record = c_function(2, 32)
+_CAPTURED, _IDLE = -1, -2
 
 
 @compiled_with_gil
-def _record(capturing: int, record: int, captured: int, event: int, stream: int) -> int:
-    """Records an event unless the stream is under capture. 0, or why not.
+def _record(capturing: int, query: int, record: int, captured: int, event: int, stream: int) -> int:
+    """Records an event, unless the stream is under capture, or has nothing left to do. 0, or why not.
 
-    capturing, record: addresses of the driver's functions. captured: address of a word for the answer of the first.
+    capturing, query, record: addresses of the driver's functions. captured: of a word for the answer of the first.
     """
     code: int = _call_capturing(capturing, stream, captured)
     if code != 0:
         return code
     if load(captured) != 0:
-        return -1
-    return _call_record(record, event, stream)  # type: ignore[no-any-return]
+        return _CAPTURED
+    code = _call_query(query, stream)
+    if code == 0:
+        return _IDLE
+    return code if code != _NOT_READY else _call_record(record, event, stream)
 
 
 @at_register
 def warm_up() -> None:
     """Compiles the function, or loads it from disk. It calls anything that ignores its arguments."""
     nothing = int(libc_functions("sched_yield")[0])
-    _record(nothing, nothing, np.zeros(1, dtype=np.int64).ctypes.data, 0, 0)
+    _record(nothing, nothing, nothing, np.zeros(1, dtype=np.int64).ctypes.data, 0, 0)
 
 
 class EventPool:
@@ -131,22 +136,25 @@ class EventPool:
         return event
 
     @functools.cached_property
-    def _try_record(self) -> tuple[int, int, int]:
+    def _try_gate(self) -> tuple[int, int, int, int]:
         """The first arguments of `_record`."""
-        return driver.address("cuStreamIsCapturing"), driver.address("cuEventRecord"), self._captured.ctypes.data
+        names = "cuStreamIsCapturing", "cuStreamQuery", "cuEventRecord"
+        capturing, query, record = map(driver.address, names)
+        return capturing, query, record, self._captured.ctypes.data
 
-    def try_record(self) -> RecordedEvent | None:
-        """As `record` with the GIL, in a third of the time. None if the stream is under capture, or it fails.
+    def try_gate(self) -> RecordedEvent | Literal[False] | None:
+        """As `record` with the GIL, in a third of the time. None, without an event, if all of that has happened.
 
-        Only where this GPU is current on the calling thread.
+        False if the stream is under capture, or it fails. Only where this GPU is current on the calling thread.
         """
         number = next(_numbers)  # first: an event with a larger number must have been recorded later
         handle = self._take()
         stream = torch._C._cuda_getCurrentRawStream(self._index)
-        if _record(*self._try_record, handle, stream) != 0:
-            self._free.append(handle)
-            return None
-        return RecordedEvent(self, handle, stream, number)
+        code = _record(*self._try_gate, handle, stream)
+        if code == 0:
+            return RecordedEvent(self, handle, stream, number)
+        self._free.append(handle)
+        return None if code == _IDLE else False
 
     def _take(self) -> int:
         """An event of the pool, which grows where it is empty."""

@@ -202,7 +202,7 @@ class GroupedVerbs(Verbs):
             if not self._windowed.issuperset(held) or not absent:
                 return None
             given, ids, start = given[absent:], ids[absent:], start + absent
-        if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
+        if event is None and engine.gpu is not None and (event := engine.gpu.try_gate()) is False:
             return None
         return self._continue(req, (verb, name, held, ids, ranks[0], start, event), given, from_prompt)
 

@@ -101,7 +101,7 @@ class PlainSending(RecordedVerbs):
         if (copyable := arguments.copyable_pages(pages)) is None:
             return None
         given, ids = copyable
-        if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
+        if event is None and engine.gpu is not None and (event := engine.gpu.try_gate()) is False:
             return None
         if rank is None:
             if (found := self._find(request, given, ids, event)) is None:
@@ -135,7 +135,7 @@ class PlainSending(RecordedVerbs):
             return None
         engine, flows = self.engine, self.engine.flows
         assert flows is not None
-        if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
+        if event is None and engine.gpu is not None and (event := engine.gpu.try_gate()) is False:
             return None
         op = self._op(verb, req.request, layers, last.op.source_pages.pages, req.dst, last.op.start, event)
         with engine.lock:
@@ -191,7 +191,7 @@ class PlainSending(RecordedVerbs):
             flows.core.rouse()  # to wake it takes as long as this verb
         if (copyable := arguments.copyable_pages(pages)) is None or not copy_ids(*copyable, num_pages):
             return None
-        if event is None and engine.gpu is not None and (event := engine.gpu.try_record_gate()) is None:
+        if event is None and engine.gpu is not None and (event := engine.gpu.try_gate()) is False:
             return None
         ids = copyable[1]
         with engine.lock:

@@ -138,7 +138,7 @@ class PlainVerbs(PlainSending):
         gpu = self.engine.gpu
         if self.forced_path is not None:
             return None
-        if event is None and gpu is not None and (event := gpu.try_record_gate()) is None:
+        if event is None and gpu is not None and (event := gpu.try_gate()) is False:
             return None
         return SourcePages(np.array((slot,), dtype=np.int64), event, None)
 

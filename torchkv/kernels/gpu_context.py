@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Literal
 
 import torch
 
@@ -109,14 +110,14 @@ class GpuContext:
         # progress thread, which needs the GIL. So it is kept only if no stream does.
         return graph_gate.record_gate(self.index, keep_gil=not self.sync_words.holding)
 
-    def try_record_gate(self) -> RecordedEvent | None:
-        """`graph_gate.refuse_capture` and `record_gate` in one, for a verb's critical path.
+    def try_gate(self) -> RecordedEvent | Literal[False] | None:
+        """`graph_gate.refuse_capture` and `record_gate` in one, for a verb's critical path: see `EventPool.try_gate`.
 
-        None where they have to look closer.
+        False where they have to look closer.
         """
         if self.sync_words.holding or graph_gate.current_device() != self.index:
-            return None
-        return self._events.try_record()
+            return False
+        return self._events.try_gate()
 
     @property
     def loop_stream(self) -> torch.cuda.Stream:
