@@ -154,6 +154,49 @@ def test_a_gate_is_behind_what_was_enqueued(own: bool, keep_gil: bool, sync_word
     until(event.query)
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["own-stream", "default-stream"])
+def test_a_verb_s_gate_is_behind_what_was_enqueued_if_anything_is_left_of_that(
+    own: bool, sync_words: SyncWords
+) -> None:
+    stream = torch.cuda.Stream(GPU) if own else torch.cuda.default_stream(GPU)
+    with torch.cuda.stream(stream):
+        stream.synchronize()
+        assert event_pool(0).try_gate() is None
+        hold = sync_words.hold(stream)
+        event = event_pool(0).try_gate()
+        assert event
+        assert not event.query()
+        hold.open()
+        until(event.query)
+        stream.synchronize()
+        assert event_pool(0).try_gate() is None
+
+
+def test_a_verb_s_gate_on_the_default_stream_is_behind_streams_that_it_waits_for(sync_words: SyncWords) -> None:
+    """The default stream waits for all streams that are made to block; PyTorch makes no such streams, others do."""
+    torch.cuda.synchronize()
+    made = driver.check(driver.driver().cuStreamCreate(0), "making a stream")
+    hold = sync_words.hold(torch.cuda.ExternalStream(int(made), device=GPU))
+    event = event_pool(0).try_gate()
+    assert event
+    assert not event.query()
+    hold.open()
+    until(event.query)
+    torch.cuda.synchronize()
+    driver.check(driver.driver().cuStreamDestroy(made), "destroying a stream")
+
+
+def test_a_verb_looks_closer_under_a_capture(sync_words: SyncWords) -> None:
+    graph = torch.cuda.CUDAGraph()
+    value = torch.zeros(1, dtype=torch.int32, device=GPU)
+    with torch.cuda.graph(graph):
+        value += 1
+        assert event_pool(0).try_gate() is False
+    graph.replay()
+    torch.cuda.synchronize()
+    assert int(value) == 1
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("own", [True, False], ids=["own-stream", "default-stream"])
 def test_a_gate_is_on_the_stream_of_the_gpu_that_was_asked_for(own: bool, sync_words: SyncWords) -> None:

@@ -35,13 +35,16 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, int
         kernel, given = loop_gpu.launched(block, function)
         assert (given["tickets"], given["errors"]) == (ctypes.addressof(tickets), 0)
         given["errors"] = ctypes.addressof(errors)
+        word, number = ctypes.c_int64.from_address(given["completion"]), given["number"]
+        assert word.value == number - 1
         kernel.kernel[(blocks,)](*given.values(), *kernel.constants)
-        assert (list(tickets), errors.value) == ([0, 0], 0)
+        assert (list(tickets), errors.value, word.value) == ([0, 0], 0, number)
         constants = dict(zip(kernel.kernel.arg_names[len(given) :], kernel.constants, strict=True))
         found[kernel.kernel.fn.__name__, constants["MODE"], constants["STEPS"]] += 1
 
     use_tiles(monkeypatch, copy=Tile(64, 1))
     monkeypatch.setattr(loop_gpu, "run_kernel", interpreted)
+    monkeypatch.setattr(loop_gpu, "end_kernel", lambda *arguments: None)  # kernels do that themselves
     monkeypatch.setattr(loop_gpu, "TICKETS", ctypes.addressof(tickets))
     yield found
     assert {steps for _, _, steps in found} > {1}, "everything was copied in one step"

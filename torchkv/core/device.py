@@ -29,7 +29,7 @@ class Gate(NamedTuple):
 NO_GATE = Gate(0, -1, 0)
 NUM_IDS = MAX_GPU_SENDS * IDS + UNPACK_IDS
 
-_kept: list[Any] = []  # memory that kernels may still read, or a stream write to, although its loop has ended
+_kept: list[Any] = []  # memory that kernels may still read, or write to, although its loop has ended
 
 
 class LoopDevice:
@@ -80,11 +80,11 @@ class LoopDevice:
         world["unpack_ids"], world["unpack_ids_device"] = world["ids"] + behind, world["ids_device"] + behind
 
     def landed(self, posted: int) -> bool:
-        """Whether the stream has written ``posted`` to the word, so that what was enqueued before has ended."""
+        """Whether the kernel with this number has ended, and so has what was enqueued before."""
         return bool(self._value[0] >= posted)
 
     def retire(self, thing: Any, posted: int) -> None:
-        """Keeps what kernels may still read, which nobody else needs, until the stream has written ``posted``."""
+        """Keeps what kernels may still read, which nobody else needs, until the kernel ``posted`` has ended."""
         self._retired.append((thing, posted))
         self._retired[:] = [(each, last) for each, last in self._retired if not self.landed(last)]
 
@@ -100,7 +100,7 @@ class LoopDevice:
         _kept[:] = [(device, last) for device, last in _kept if not device.landed(last)]
 
 
-_NAMES = ("cuEventQuery", "cuMemcpyHtoDAsync_v2", "cuLaunchKernel", "cuStreamWriteValue64_v2")
+_NAMES = ("cuEventQuery", "cuMemcpyHtoDAsync_v2", "cuLaunchKernel")
 
 
 def loop_device(stream: torch.cuda.Stream, activate: Callable[[], None]) -> LoopDevice:

@@ -81,7 +81,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuStreamWaitEvent": (_POINTER, _POINTER, ctypes.c_uint),
     "cuStreamWaitValue32_v2": (_POINTER, _UINT64, _UINT32, ctypes.c_uint),  # stream, address, value, flags
     "cuStreamWriteValue32_v2": (_POINTER, _UINT64, _UINT32, ctypes.c_uint),
-    "cuStreamWriteValue64_v2": (_POINTER, _UINT64, _UINT64, ctypes.c_uint),
 }
 
 

@@ -49,6 +49,8 @@ CONVERT_STEPS = 4
 
 NATIVE = (8, 9)  # the compute capability since which GPUs convert all dtypes themselves
 
+_UNTOLD = 0, 0  # the completion word, and its number, of kernels that do not tell of their end
+
 MAX_WORDS = (1 << 31) - 1 - (1 << 16)  # of one job in one launch: with one tile more it is still an int32
 
 
@@ -219,7 +221,7 @@ def launch(
         words = count * params.words_per_pair
         where = stage + (first - ranks.start) * params.pair_nbytes, len(ranks) * params.pair_nbytes
         counts = num_jobs, first, start, words
-        integers = (jobs, src_ids, dst_ids, *where, errors, tickets, *scaled, *counts, *params.integers)
+        integers = (jobs, src_ids, dst_ids, *where, errors, tickets, *_UNTOLD, *scaled, *counts, *params.integers)
         kernel.launch(min(blocks, num_jobs * -(-words // params.tile)), integers)
 
 

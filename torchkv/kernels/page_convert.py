@@ -17,7 +17,7 @@ from torchkv.kernels.page_copy import div, draw, leave, locate, pointers, report
 
 __all__ = ["NUM_INTEGERS", "convert"]
 
-NUM_INTEGERS = 52  # runtime parameters of the kernel; the rest are constants
+NUM_INTEGERS = 54  # runtime parameters of the kernel; the rest are constants
 
 
 @triton.jit
@@ -141,6 +141,8 @@ def convert(
     stage_stride: tl.int64,
     errors: tl.int64,
     tickets: tl.int64,
+    completion: tl.int64,
+    number: tl.int64,
     scales: tl.int64,
     num_jobs: tl.int32,
     first_rank: tl.int32,
@@ -284,4 +286,4 @@ def convert(
                 tl.store(targets, native(*arguments, KIND), mask=ok[:, None])
             else:
                 tl.store(targets, emulated(*arguments, KIND), mask=ok[:, None])
-    leave(tickets)
+    leave(tickets, completion, number)

@@ -15,6 +15,10 @@ Blocks draw their tiles, but for the first ones, because they are not equally fa
 with others, and with tiles dealt out beforehand all would wait for those. ``tickets`` are two int32: how many tiles
 were drawn, and how many blocks have ended. Both are zero before and after each kernel, so kernels that may run at the
 same time, as on two streams, must have tickets of their own.
+
+A kernel tells of its own end: its last block stores ``number`` in the word at the address ``completion``. Whoever sees
+it there, on the host too, can tell others that the pages are where they belong. An operation behind the kernel that
+says so would have to be enqueued, too, and whoever enqueues waits for whoever else does in the process.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ __all__ = [
 # Modes: from pages to pages, from pages into a packed stage, from a packed stage into pages.
 DIRECT, GATHER, SCATTER = 0, 1, 2
 
-NUM_INTEGERS = 44  # runtime parameters of the kernel; the rest are constants
+NUM_INTEGERS = 46  # runtime parameters of the kernel; the rest are constants
 
 
 @triton.jit
@@ -88,12 +92,20 @@ def draw(tickets):
 
 
 @triton.jit
-def leave(tickets):
-    """The end of a block that has drawn a tile too many. The last one to end leaves tickets for the next kernel."""
+def leave(tickets, completion, number):
+    """The end of a block that has drawn a tile too many. The last one to end leaves tickets for the next kernel.
+
+    It also stores ``number`` at the address ``completion``, unless that is 0.
+    """
     ended = tickets.to(tl.pointer_type(tl.int32)) + 1
-    if tl.atomic_add(ended, 1, sem="relaxed") == tl.num_programs(0) - 1:
+    # What all threads of the block have stored is visible to the whole system before the block counts as ended, and so
+    # is what all blocks have stored before the last one goes on.
+    tl.debug_barrier()
+    if tl.atomic_add(ended, 1, sem="acq_rel", scope="sys") == tl.num_programs(0) - 1:
         tl.store(ended - 1, 0)
         tl.store(ended, 0)
+        if completion != 0:
+            tl.store(completion.to(tl.pointer_type(tl.int64)), number)
 
 
 # Triton specialises on none of the integers, so that one compiled kernel serves every layout and request.
@@ -106,6 +118,8 @@ def copy(
     stage_stride: tl.int64,
     errors: tl.int64,
     tickets: tl.int64,
+    completion: tl.int64,
+    number: tl.int64,
     num_jobs: tl.int32,
     first_rank: tl.int32,
     start: tl.int32,
@@ -230,4 +244,4 @@ def copy(
         tile = draw(tickets)
         for step in tl.static_range(STEPS):
             tl.store(pointers(target + step * dst_step, element, UNIT, dtype), copied[step], mask=ok[:, None])
-    leave(tickets)
+    leave(tickets, completion, number)

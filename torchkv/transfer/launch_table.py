@@ -22,7 +22,7 @@ __all__ = ["LaunchTable", "launch_group"]
 
 # How many of the kernel's parameters come before those of the geometry, one more where it converts, and which of them
 # are the addresses of the errors and the tickets.
-_GIVEN, _ERRORS, _TICKETS = 11, 5, 6
+_GIVEN, _ERRORS, _TICKETS = 13, 5, 6
 assert page_copy.NUM_INTEGERS > _GIVEN
 
 

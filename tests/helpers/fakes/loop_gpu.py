@@ -34,6 +34,7 @@ __all__ = [
     "FakeEvent",
     "FakeKernels",
     "LoopGpu",
+    "end_kernel",
     "fake_kernels",
     "launched",
     "run_kernel",
@@ -91,7 +92,6 @@ class LoopGpu:
             ctypes.CFUNCTYPE(_INT, _WORD)(self._query),
             ctypes.CFUNCTYPE(_INT, _WORD, _WORD, _WORD, _WORD)(self._upload),
             ctypes.CFUNCTYPE(_INT, *[_WORD] * 11)(self._launch),
-            ctypes.CFUNCTYPE(_INT, _WORD, _WORD, _WORD, _WORD)(self._signal),
         )
         self.word = np.zeros(1, dtype=np.int64)
         ids, there = (np.zeros(NUM_IDS, dtype=np.int64) for _ in range(2))
@@ -147,20 +147,14 @@ class LoopGpu:
         if not self.broken:
             self.log.append("launch")
             self.pending.append(lambda: run_kernel(block, function, x, self.bad_ids))
-        return self.broken
-
-    def _signal(self, stream: int, address: int, value: int, flags: int) -> int:
-        assert (stream, address, flags) == (STREAM, self.word.ctypes.data, 0)
-        if not self.broken:
-            self.log.append("signal")
-            self.pending.append(lambda: self.word.__setitem__(0, value))
+            self.pending.append(lambda: end_kernel(block, function, self.word.ctypes.data))
         return self.broken
 
 
 def run_kernel(block: bytes, function: int, blocks: int, bad_ids: list[int]) -> None:
     """What `torchkv.kernels.page_copy.copy`, or `page_convert.convert`, does, by its parameters and constants alone.
 
-    function: of `_loaded`. blocks: how many thread blocks.
+    But for its end, see `end_kernel`. function: of `_loaded`. blocks: how many thread blocks.
     """
     kernel, given = launched(block, function)
     given |= dict(zip(kernel.kernel.arg_names[len(given) :], kernel.constants, strict=True))
@@ -195,6 +189,14 @@ def run_kernel(block: bytes, function: int, blocks: int, bad_ids: list[int]) -> 
             source = places[0] + (bases[0] if read else packed)
             target = places[1] + (bases[1] if written else packed)
             _run_pair(given, job, source, target)
+
+
+def end_kernel(block: bytes, function: int, completion: int) -> None:
+    """What a kernel's last block does, some time after the others. completion: address of the completion word."""
+    _, given = launched(block, function)
+    word = _WORD.from_address(completion)
+    assert (given["completion"], given["number"]) == (completion, word.value + 1)
+    word.value = given["number"]
 
 
 def launched(block: bytes, function: int) -> tuple[CompiledKernel, dict[str, int]]:

@@ -42,6 +42,14 @@ def test_copies(mode: int, steps: int) -> None:
     assert len(moved) == 2 * TILE.words // max(steps, 2) * steps // (32 * TILE.warps)
 
 
+def test_the_end_is_told_once_all_has_been_written() -> None:
+    """All threads of each block have met, and the whole system can see what they wrote, before the block has ended."""
+    ptx = compiled(page_copy.copy, (page_copy.DIRECT, 16, 2, 1, 8, 512), TILE.warps)["ptx"]
+    order = r"st\.global\.v2\.b64|bar\.sync|atom\.global\.sys\.acq_rel\.add\.u32|st\.global\.b64"
+    last = re.findall(order, ptx)[-5:]
+    assert last == ["st.global.v2.b64", "bar.sync", "atom.global.sys.acq_rel.add.u32", "bar.sync", "st.global.b64"]
+
+
 @pytest.mark.parametrize("unit", [1, 2, 4, 8])
 def test_copies_of_narrow_words(unit: int) -> None:
     assert binary(page_copy.copy, (page_copy.SCATTER, unit, 0, 0, 8, 512))

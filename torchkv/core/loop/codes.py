@@ -28,9 +28,8 @@ QUIET = (OP_DONE, BOUND, GRANTED)
 
 # Indices of `World`'s ``functions``: addresses of libc's.
 SYSCALL, YIELD, CLOCK, WRITE = 0, 1, 2, 3
-# Indices of `World`'s ``driver``: addresses of the CUDA driver's cuEventQuery, cuMemcpyHtoDAsync, cuLaunchKernel and
-# cuStreamWriteValue64.
-QUERY, UPLOAD, LAUNCH, SIGNAL = 0, 1, 2, 3
+# Indices of `World`'s ``driver``: addresses of the CUDA driver's cuEventQuery, cuMemcpyHtoDAsync and cuLaunchKernel.
+QUERY, UPLOAD, LAUNCH = 0, 1, 2
 # Indices of `World`'s ``native``: the functions of `torchkv.transport.NativeChannel`.
 PUT, FLUSH, CHECK, FREE_REQUEST, PROGRESS, SEND_MESSAGE, PROBE, RECEIVE_MESSAGE = 0, 1, 2, 3, 4, 5, 6, 7
 

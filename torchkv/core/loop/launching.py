@@ -2,9 +2,9 @@
 
 An op is launched once its gate is open: the event that says that its pages may be read. The loop asks the driver for
 that, and no stream waits for an event; so what is launched depends on nothing but the kernels before it on the stream,
-and a shut gate holds up nobody else. Behind each launch the stream writes a number to the completion word in pinned
-memory, which the loop reads without a driver call. Numbers grow, and one stream does everything in order: when the
-word has reached a number, all that was enqueued before it is done and visible to the whole system.
+and a shut gate holds up nobody else. Each kernel has a number, which it stores at its end in the completion word in
+pinned memory; the loop reads that without a driver call. Numbers grow, and one stream does everything in order: when
+the word has reached a number, that kernel and all before it are done, and the whole system can see what they wrote.
 
 What is enqueued cannot be called back. An op that is taken from the loop meanwhile has *landed* only when the word has
 reached its number: before that its bytes may still arrive, and the page ids that its kernels read stay where they are.
@@ -21,7 +21,7 @@ them those of the ops, each list once while ops follow each other with equal one
 
 from __future__ import annotations
 
-from torchkv.core.loop.codes import BROKEN, LAUNCH, QUERY, SIGNAL, UPLOAD
+from torchkv.core.loop.codes import BROKEN, LAUNCH, QUERY, UPLOAD
 from torchkv.core.loop.events import emit
 from torchkv.core.loop.limits import GATES, GRAIN, IDS, LAUNCH_FIELDS, MAX_FLYING
 from torchkv.core.loop.state.requests import Op, Send
@@ -38,12 +38,11 @@ __all__ = [
     "launch_piece",
     "place_ids",
     "report_broken",
-    "signal",
     "upload",
 ]
 
 call_query = c_function(1, 32)
-call_four = c_function(4, 32)  # UPLOAD, SIGNAL
+call_upload = c_function(4, 32)
 call_launch = c_function(11, 32)
 
 PART = 512 << 20  # bytes of an op that are launched and announced together
@@ -64,7 +63,7 @@ _FUNCTION, _THREADS, _SHARED, _PARAMS, _EXTRA, _TABLE, _ROWS, _STRIPE = (8 * i f
 _PAIR_WORDS, _TILE_WORDS, _BLOCKS, _PAIR_NBYTES, _PAIR_RUNS, _ALIGNED, _SCALES = (8 * i for i in range(13, 20))
 # Offsets in a kernel's parameters: see `torchkv.kernels.page_copy.copy`. Those of two 32-bit values are of the first.
 # In those of `torchkv.kernels.page_convert.convert` the address of the scales comes before these.
-_JOBS, _SRC_IDS, _DST_IDS, _STAGE, _STAGE_STRIDE, _NUM_JOBS_AND_RANK = 0, 8, 16, 24, 32, 56
+_JOBS, _SRC_IDS, _DST_IDS, _STAGE, _STAGE_STRIDE, _COMPLETION, _NUM_JOBS_AND_RANK = 0, 8, 16, 24, 32, 56, 72
 
 
 # What a piece holds: the layers at positions [first, last), of the writer's pages a first one and how many; then tokens
@@ -145,10 +144,7 @@ def _launch(world: World, send: Send, op: Op) -> bool:
             begin, stop = _owed(send, op, group)
             if begin < stop and not _launch_group(world, send, op, group, until, begin, stop):
                 return False
-        posted = signal(world)
-        if posted == 0:
-            return False
-        send["ids_posted"] = op["posted"] = posted
+        send["ids_posted"] = op["posted"] = world["posted"]
         send["flying"] += 1
         world["flying"] += 1
     op["until"] = until
@@ -244,6 +240,7 @@ def _enqueue_rows(
     store(params + _SRC_IDS, src_ids)
     store(params + _DST_IDS, dst_ids)
     store(params + _STAGE_STRIDE, (stop - begin) * pair_nbytes if stage != 0 else 0)
+    store(params + _COMPLETION, world["word_device"])
     pairs_at = params + _NUM_JOBS_AND_RANK
     if load(group + _SCALES) != 0:
         store(pairs_at, load(group + _SCALES) + 8 * rows[0])
@@ -253,6 +250,7 @@ def _enqueue_rows(
         count = min(stop - begin, max(1, MAX_WORDS // pair_words))
         words = count * pair_words
         store(params + _STAGE, stage)
+        store(params + _COMPLETION + 8, world["posted"] + 1)
         store(pairs_at, jobs | begin << 32)
         store(pairs_at + 8, start | words << 32)
         blocks = min(load(group + _BLOCKS), jobs * ((words + tile - 1) // tile))
@@ -273,6 +271,7 @@ def _enqueue_rows(
         if code != 0:
             _fail(world, code)
             return -1 - launched
+        world["posted"] += 1
         launched += 1
         begin += count
         if stage != 0:
@@ -281,21 +280,9 @@ def _enqueue_rows(
 
 
 @compiled
-def signal(world: World) -> int:
-    """Has the stream write the next number to the completion word. The number, or 0 if the driver refuses that."""
-    posted: int = world["posted"] + 1
-    code = call_four(world["driver"][SIGNAL], world["stream"], world["word_device"], posted, 0)
-    if code != 0:
-        _fail(world, code)
-        return 0
-    world["posted"] = posted
-    return posted
-
-
-@compiled
 def upload(world: World, there: int, here: int, nbytes: int) -> bool:
     """Enqueues a copy of pinned memory; False if the driver refuses that."""
-    code = call_four(world["driver"][UPLOAD], there, here, nbytes, world["stream"])
+    code = call_upload(world["driver"][UPLOAD], there, here, nbytes, world["stream"])
     if code != 0:
         _fail(world, code)
     return bool(code == 0)

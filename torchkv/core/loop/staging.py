@@ -24,7 +24,7 @@ from __future__ import annotations
 from torchkv.arrays import Int64Array
 from torchkv.core.loop.codes import STAGED
 from torchkv.core.loop.copying import convert_rows
-from torchkv.core.loop.launching import launch_piece, place_ids, signal
+from torchkv.core.loop.launching import launch_piece, place_ids
 from torchkv.core.loop.limits import GRAIN, IDS, PIECES, SCRATCH, SEGMENT_FIELDS
 from torchkv.core.loop.network import NO_ROOM, put, put_room
 from torchkv.core.loop.state.peers import Peer, Record
@@ -208,9 +208,8 @@ def _launch(world: World, send: Send, op: Op, layers: tuple[int, int], start: in
     ids = world["ids_device"] + 8 * IDS * op["flow"] + 8 * send["src_at"]
     if launch_piece(world, send["packs"], extent, op["start"], ids, 0, to) < 0:
         return 0
-    posted: int = signal(world)
-    if posted != 0:
-        send["ids_posted"] = op["posted"] = posted
+    posted: int = world["posted"]
+    send["ids_posted"] = op["posted"] = posted
     return posted
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from torchkv.core.loop.codes import CREDIT, LANDED, SEAL, STRAY, WRITTEN
 from torchkv.core.loop.copying import convert_rows
 from torchkv.core.loop.events import copy_record, emit, event_room
-from torchkv.core.loop.launching import launch_piece, report_broken, signal, upload
+from torchkv.core.loop.launching import launch_piece, report_broken, upload
 from torchkv.core.loop.limits import GRAIN, MAX_FLOWS, MAX_GRANTED, SCRATCH, SEGMENT_FIELDS, UNPACK_IDS, UNPACKINGS
 from torchkv.core.loop.mailbox import owe, ring, room, tell, write_brief
 from torchkv.core.loop.receiving import on_record, writer_of
@@ -240,8 +240,7 @@ def _launch(world: World, source: int, number: int, at: int) -> tuple[int, int]:
     launched = launch_piece(world, writer["kernels"], extent, 0, 0, there - 8 * low, at)
     if launched == -1:
         return -1, position
-    posted = signal(world) if launched > 0 else 0
-    return posted if posted > 0 else _NEVER, position + count
+    return world["posted"] if launched > 0 else _NEVER, position + count
 
 
 @compiled

@@ -96,7 +96,7 @@ class World(TypedDict):
     nanoseconds. clock: scratch.
 
     Of a rank whose pages lie on a GPU (see `launching`): stream: on which everything is enqueued. word, word_device:
-    addresses of the completion word, here and there; posted: the last value that the stream was told to write to it.
+    addresses of the completion word, here and there; posted: the number of the latest kernel, which it writes there.
     ids, ids_device: addresses of int64 ``[MAX_GPU_SENDS, IDS]``. flying: ops whose kernels are enqueued. seals: peers
     that soon send a seal, when the loop looked last. broken: the driver's error code, negative until Python is told of
     it; or 0. steps: so far; gate_streams, gate_numbers, gate_steps: in which step an event of a stream had not
@@ -220,7 +220,7 @@ _WRITER = _words(Writer)
 _SEND, _OP, _PEER, _ROUND = _words(Send), _words(Op), _words(Peer), _words(Round)
 _ARRAYS: dict[str, tuple[object, int | tuple[int, int]]] = {
     "functions": ("i8", 4),
-    "driver": ("i8", 4),
+    "driver": ("i8", 3),
     "gate_streams": ("i8", GATES),
     "gate_numbers": ("i8", GATES),
     "gate_steps": ("i8", GATES),
