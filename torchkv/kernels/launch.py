@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -248,10 +248,16 @@ def kernel_for(geometry: Geometry, mode: int = page_copy.DIRECT) -> CompiledKern
     constants = kernel_params(geometry, mode).constants
     if geometry.conversion is None:
         return CompiledKernel(page_copy.copy, page_copy.NUM_INTEGERS, constants, TILE.warps)
-    native = torch.cuda.is_available() and torch.cuda.get_device_capability() >= NATIVE
+    native = torch.cuda.is_initialized() and _converts_all(torch.cuda.current_device())
     return CompiledKernel(
         page_convert.convert, page_convert.NUM_INTEGERS, (*constants, int(native)), CONVERT_TILE.warps
     )
+
+
+@cache  # this is asked for at each launch
+def _converts_all(index: int) -> bool:
+    """Whether a GPU converts all dtypes itself."""
+    return torch.cuda.get_device_capability(index) >= NATIVE
 
 
 def _split(ranks: range, most: int) -> Iterator[tuple[int, int]]:
