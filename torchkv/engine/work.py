@@ -58,11 +58,13 @@ class KVWork(dist.Work):
     aux: of ``recv_pages``, the bytes that the sender passed to ``finish``; empty until completion.
     """
 
-    # Defaults are class attributes: to set them in __init__ would cost the caller of a verb a microsecond.
+    # What each verb sets lies in slots, and all else in the dict, which then is not made before the work completes; its
+    # defaults are those of the class. Both because a caller waits for ``__init__``.
+    __slots__ = (
+        "__dict__", "_began", "_forks", "_in_journal", "_loop", "_operation", "_parts", "_reading", "_sync_words"
+    )  # fmt: skip
     _bytes = 0
     _aux: builtins.bytes = b""  # of a part that has settled
-    _parts = 0  # parts that have not settled: a send has one part per destination
-    _reading = 0  # parts that still read the source pages
     _layer: Callable[[int], LayerWait] | None = None  # of recv_pages: the wait for a global layer id
     _ended: float | None = None
     _paths: frozenset[str] = frozenset()
@@ -79,8 +81,6 @@ class KVWork(dist.Work):
     _latch: threading.Lock | None = None
     _source_latch: threading.Lock | None = None
     _limit = 0.0  # seconds; the operation's own deadline for ``wait``, if it ends by no other
-    _sync_words: SyncWords | None = None  # of the GPU that the cache lies on
-    _loop: ref[LoopProgress] | None = None  # set if a resident loop may complete the work
     _verdict = False  # whether the end of a request completes it: of recv_pages and finish
     # The requests that complete it, if the loop may end them: of finish, and of recv_pages.
     _sends: Sequence[SenderRequest] = ()
@@ -88,7 +88,6 @@ class KVWork(dist.Work):
     _stream_waits: tuple[HostReleasedWait, ...] = ()  # streams that wait for this work
     _recorder: FlightRecorder | None = None  # that this work is an operation of
     _number = -1  # of the operation
-    _in_journal = False  # whether the resident loop records this work's operation
     _phase: str | None = (
         None  # what the time until the end is called among the latencies; None: nothing, or not any more
     )
@@ -97,20 +96,25 @@ class KVWork(dist.Work):
     def __init__(
         self,
         operation: str,
-        *,
         sync_words: SyncWords | None = None,
         loop: ref[LoopProgress] | None = None,
         parts: int = 0,
+        /,
     ) -> None:
-        """parts: how many parts must settle, if that is known already; else `_expect` tells."""
+        """By position alone, because Python takes a third of a microsecond to pass names to a class of pybind11.
+
+        sync_words: of the GPU that the cache lies on. loop: given if a resident loop may complete the work. parts: how
+        many parts must settle, one for each destination, if that is known already; else `_expect` tells.
+        """
         dist.Work.__init__(self)  # half a microsecond faster than super()
         self._operation = operation
+        self._sync_words = sync_words
+        self._loop = loop
+        self._parts = parts  # that have not settled
+        self._reading = parts  # that still read the source pages
+        self._in_journal = False  # whether the resident loop records this work's operation
         self._forks = _forks
         self._began = time.perf_counter()
-        self._loop = loop
-        self._parts = self._reading = parts
-        if sync_words is not None:
-            self._sync_words = sync_words
 
     # ------------------------------------------------------------------ torch.distributed.Work
 

@@ -137,12 +137,8 @@ class PlainSending(RecordedVerbs):
         assert flows is not None
         if event is None and engine.gpu is not None and (event := engine.gpu.try_gate()) is False:
             return None
-        op = self._op(verb, req.request, layers, last.op.source_pages.pages, req.dst, last.op.start, event)
         with engine.lock:
-            if not flows.plain.start_again(req, last, op, given):
-                return None
-            req.add_sent(op)
-        return cast(KVWork, op.work)
+            return flows.plain.again(req, last, layers, given, event)
 
     def _continue(self, req: SenderRequest, call: Call, given: Int64Array, from_prompt: bool) -> KVWork | None:
         """Sends to a receiver whose request has begun. given: the page ids as the caller gave them, not checked."""
@@ -204,7 +200,7 @@ class PlainSending(RecordedVerbs):
             if from_prompt and grant.prefix_tokens:
                 start, _, held = behind(grant, start, len(ids), from_prompt=True)
                 ids = ids[held:]
-            work = KVWork(f"{verb}({request!r})", sync_words=self._sync_words, loop=self._loop, parts=len(ranks))
+            work = KVWork(f"{verb}({request!r})", self._sync_words, self._loop, len(ranks))
             source = SourcePages(ids, event, self.forced_path)
             ops = [SendOp(request, rank, {}, layers, start, len(ids), work, source) for rank in ranks]
             if not begins:
@@ -294,7 +290,7 @@ class PlainSending(RecordedVerbs):
     def _op(
         self, verb: str, request: str, layers: tuple[int, ...], ids: Int64Array, dst: int, start: int, event: Any
     ) -> SendOp:
-        work = KVWork(f"{verb}({request!r})", sync_words=self._sync_words, loop=self._loop, parts=1)
+        work = KVWork(f"{verb}({request!r})", self._sync_words, self._loop, 1)
         op = SendOp(request, dst, {}, layers, start, len(ids), work, SourcePages(ids, event, self.forced_path))
         op.verb = verb
         return op

@@ -43,7 +43,7 @@ class PlainVerbs(PlainSending):
 
     def _work(self, operation: str, *, verdict: bool = False) -> KVWork:
         """verdict: whether the end of the request completes it."""
-        work = KVWork(operation, sync_words=self._sync_words, loop=self._loop)
+        work = KVWork(operation, self._sync_words, self._loop)
         work._verdict = verdict
         return work
 
@@ -71,7 +71,7 @@ class PlainVerbs(PlainSending):
         if (copyable := arguments.copyable_pages(pages)) is None:
             return None
         given, ids = copyable
-        work = KVWork(f"recv_pages({request!r})", sync_words=self._sync_words, loop=self._loop, parts=1)
+        work = KVWork(f"recv_pages({request!r})", self._sync_words, self._loop, 1)
         work._verdict = True
         with engine.lock, engine.receiver.leases.guard:
             if engine.closed or engine.lost:
@@ -116,7 +116,7 @@ class PlainVerbs(PlainSending):
         reqs = self._begun(keys)
         if reqs is None or (source := self._states_of(slot, event)) is None:
             return None
-        work = KVWork(f"send_state({request!r})", sync_words=self._sync_words, loop=self._loop, parts=len(reqs))
+        work = KVWork(f"send_state({request!r})", self._sync_words, self._loop, len(reqs))
         ops = [SendOp.of_states(req.request, req.dst, layers, work, source) for req in reqs]
         with self.engine.lock:
             return work if self._start_all(reqs, ops) else None
@@ -163,7 +163,7 @@ class PlainVerbs(PlainSending):
             if (source := self._states_of(slot, None)) is None:
                 return None
             sources[name] = source
-        work = KVWork(f"finish({request!r})", sync_words=self._sync_words, loop=self._loop, parts=len(reqs))
+        work = KVWork(f"finish({request!r})", self._sync_words, self._loop, len(reqs))
         work._verdict, work._sends = True, reqs
         with engine.lock:
             owing, ops = [], []

@@ -17,7 +17,6 @@ from tests.helpers.simulation.acquainted import PAGE_SIZE, PAGES, of_layer_group
 from torchkv.engine.resident.plain_sends import LatestSend, PlainSends
 from torchkv.engine.work import KVWork
 from torchkv.errors import PageOutOfRange, ProtocolError, TransferCancelled
-from torchkv.protocol.actions import SendOp
 
 WRITER, READER = 0, 1
 LAYERS = 3
@@ -28,15 +27,15 @@ SENT, GRANTED = [5, 6, 2], [3, 1, 9]
 def short(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The layers of each verb that has gone the short way."""
     gone: list[tuple[int, ...]] = []
-    start = PlainSends.start_again
+    again = PlainSends.again
 
-    def noting(self: PlainSends, req: Any, last: LatestSend, op: SendOp, given: Any) -> bool:
-        started = start(self, req, last, op, given)
-        if started:
-            gone.append(op.layers)
-        return started
+    def noting(self: PlainSends, req: Any, last: LatestSend, layers: tuple[int, ...], *rest: Any) -> KVWork | None:
+        work = again(self, req, last, layers, *rest)
+        if work is not None:
+            gone.append(layers)
+        return work
 
-    monkeypatch.setattr(PlainSends, "start_again", noting)
+    monkeypatch.setattr(PlainSends, "again", noting)
     return gone
 
 

@@ -15,6 +15,8 @@ from torchkv.core.loop.limits import MAX_GRANTED
 from torchkv.engine.resident.bound_grants import as_bits, grant_bound_on
 from torchkv.engine.resident.journal import Journal
 from torchkv.engine.resident.routes import Route, Routes
+from torchkv.engine.scheduler import SourcePages
+from torchkv.engine.work import KVWork
 from torchkv.layout.group_map import GroupMap
 from torchkv.protocol.actions import BoundGrant, SendOp
 from torchkv.protocol.messages import name_hashes
@@ -39,7 +41,7 @@ class LatestSend:
     """How the latest verb of a request went: one that differs in its layers and its event alone takes less time.
 
     verb, start, from_prompt: as it was called. checked: its page ids. op: of those behind the prefix, as it went on
-    ``flow`` by ``route``.
+    ``flow`` by ``route``, recorded as a verb of this ``code``.
     """
 
     verb: str
@@ -49,6 +51,7 @@ class LatestSend:
     op: SendOp
     flow: int
     route: Route
+    code: int
 
 
 class PlainSends:
@@ -182,7 +185,7 @@ class PlainSends:
 
     # ------------------------------------------------------------------ later verbs
 
-    def start_more(self, req: SenderRequest, op: SendOp, pages: Int64Array) -> tuple[int, Route] | None:
+    def start_more(self, req: SenderRequest, op: SendOp, pages: Int64Array) -> tuple[int, Route, int] | None:
         """`Flows.start` of an op of a bound request. Its flow and its route.
 
         pages: the op's page ids as the caller gave them, which are checked as they are copied to its ``source_pages``.
@@ -198,24 +201,41 @@ class PlainSends:
         if index is None:
             return None
         self._runs(req, op, index)
-        return flow, route
+        return flow, route, verb
 
-    def start_again(self, req: SenderRequest, last: LatestSend, op: SendOp, given: Int64Array) -> bool:
-        """`start_more` of an op that is as the latest one was, but for its layers and its event.
+    def again(
+        self, req: SenderRequest, last: LatestSend, layers: tuple[int, ...], given: Int64Array, event: Any
+    ) -> KVWork | None:
+        """Starts an op that is as the latest one was, but for its layers and its event. Its work.
 
-        given: the page ids as the caller gave them. False, and nothing is done, also if they are others.
+        given: the page ids as the caller gave them. None, and nothing is done, also if they are others. Most verbs are
+        done here, by callers whose caches are cold: so this is flat, and the loop has its command first.
         """
-        flow, route, copied = last.flow, last.route, op.source_pages.pages
-        if req.flow != flow or (gate := self._gate(req, op, route)) is None:
-            return False
-        verb = self._codes.get(op.verb, 0)
-        index = self._core.start_again(
-            flow, route.positions[op.layers], given, last.checked, copied, op.start, gate, verb
+        latest, route, core = last.op, last.route, self._core
+        if req.flow != last.flow or req.finish is not None or req.loop_promised or core.broken:
+            return None
+        if not route.usable or route.connection is not self._connections.get(req.dst):
+            return None
+        source, gate = latest.source_pages, NO_GATE
+        if event is not None or route.way.has_kernels:
+            if (found := self._routes.gate(event)) is None:
+                return None
+            gate = found
+        index = core.start_again(
+            last.flow, route.positions[layers], given, last.checked, source.pages, latest.start, gate, last.code
         )
         if index is None:
-            return False
-        self._runs(req, op, index)
-        return True
+            return None
+        if event is not source.event:
+            source = SourcePages(source.pages, event, source.path)
+        work = KVWork(latest.work._operation, latest.work._sync_words, latest.work._loop, 1)
+        work._in_journal = last.code != 0
+        op = SendOp(latest.request, latest.dst, {}, layers, latest.start, latest.num_pages, work, source)
+        op.verb = latest.verb
+        self._ops[index] = req, op
+        req.running[op] = index
+        req.add_sent(op)
+        return work
 
     def start_several(self, reqs: list[SenderRequest], ops: list[SendOp]) -> bool:
         """As `start_more`, of several ops at once, whose page ids are checked, or of states. All of them, or none."""
