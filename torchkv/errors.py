@@ -16,7 +16,7 @@ KVError (torch.distributed.DistBackendError)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 
@@ -61,6 +61,14 @@ class KVError(dist.DistBackendError):
     def __reduce__(self) -> tuple[Callable[..., KVError], tuple[Any, ...]]:
         """Copies and pickles keep the value that ``pages_safe`` has when they are made."""
         return _rebuild, (type(self), str(self), self.retryable, self.pages_safe)
+
+    def fresh(self) -> Self:
+        """The same error once more, to be raised where an error is kept: a traceback keeps all frames alive, and what
+        they refer to, and several threads may raise it at once.
+        """
+        error = type(self)(str(self), retryable=self.retryable, pages_safe=self._pages_safe)
+        error.__cause__ = self.__cause__
+        return error
 
     @property
     def pages_safe(self) -> bool:

@@ -11,7 +11,7 @@ from torchkv_loopback import Faults
 
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
 from tests.helpers.simulation.requests import done, layout, seed, shadow
-from torchkv.engine.scheduler import SourcePages
+from torchkv.engine.source_pages import SourcePages
 from torchkv.engine.work import KVWork
 from torchkv.errors import LayoutMismatch, PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, TransferTimeout
 from torchkv.layout.layout import KVLayout

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from torchkv.arrays import Int64Array
 from torchkv.cuda.events import StreamEvent
 from torchkv.cuda.page_ids import DevicePages
 from torchkv.engine.gpu_kernels import GpuKernels
+from torchkv.engine.source_pages import SourcePages
 from torchkv.errors import KVError, ProtocolError, RingExhausted, TransferTimeout
 from torchkv.host.copy_loops import STEP_BYTES
 from torchkv.layout.pair_plan import PairPlan
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from torchkv.staging.cuda_packer import CudaPacker
     from torchkv.transfer.loop_kernels import Kernels
 
-__all__ = ["Event", "LocalMemory", "SourcePages", "TransferScheduler"]
+__all__ = ["LocalMemory", "TransferScheduler"]
 
 trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
 _STARTED = "request %r to rank %d: transfer of layers %s started: %s"
@@ -49,35 +50,6 @@ _STAGED = "request %r to rank %d: %d bytes are in its staging ring"
 
 MAX_ACTIVE = 64  # transfers that are advanced in turn
 MAX_STEPS = 32  # steps of one transfer in a row: a turn of everything else costs as much as several small steps
-
-
-class Event(Protocol):
-    """Says whether data is ready, as `torch.cuda.Event` does."""
-
-    def query(self) -> bool: ...
-
-
-@dataclass(slots=True)
-class SourcePages:
-    """The source of a `SendOp`. pages: this rank's page ids (for state: its slot). path: the forced path, or None.
-
-    event: says when the pages may be read; None means now.
-    """
-
-    pages: Int64Array | DevicePages
-    event: Event | None
-    path: str | None
-
-    def behind(self, held: int) -> SourcePages:
-        """The same without the first ``held`` pages."""
-        pages = self.pages.behind(held) if isinstance(self.pages, DevicePages) else self.pages[held:]
-        return SourcePages(pages, self.event, self.path)
-
-    @property
-    def gates(self) -> list[Event]:
-        """The events that must be ready before the pages, and page ids on a GPU, may be read."""
-        gates = [] if self.event is None else [self.event]
-        return [*gates, self.pages.ready] if isinstance(self.pages, DevicePages) else gates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

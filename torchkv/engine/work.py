@@ -138,8 +138,7 @@ class KVWork(dist.Work):
                 pages_safe=self._pages_safe or self._ended_safely,
             )
         if self._error is not None:
-            # The traceback of earlier waits is dropped, because it would grow with each wait.
-            raise self._error.with_traceback(None)
+            raise self._error.fresh()
         return True
 
     def is_completed(self) -> bool:

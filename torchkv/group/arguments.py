@@ -21,7 +21,7 @@ from torchkv.layout.layout import KVLayout
 from torchkv.protocol.messages import MAX_AUX, MAX_PAGES, MAX_REQUEST_BYTES
 
 if TYPE_CHECKING:
-    from torchkv.engine.scheduler import Event
+    from torchkv.engine.source_pages import Event
     from torchkv.kernels.gpu_context import GpuContext
 
 __all__ = [

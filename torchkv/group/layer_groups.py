@@ -27,7 +27,7 @@ import torch
 from torchkv.arrays import Int64Array
 from torchkv.cuda import graph_gate
 from torchkv.cuda.page_ids import DevicePages
-from torchkv.engine.scheduler import SourcePages
+from torchkv.engine.source_pages import SourcePages
 from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, ProtocolError
 from torchkv.group import arguments

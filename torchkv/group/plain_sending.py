@@ -14,7 +14,7 @@ from torchkv.arrays import Int64Array
 from torchkv.cache import KVCache
 from torchkv.engine.loop_progress import LoopProgress
 from torchkv.engine.resident.plain_sends import Call, LatestSend, Met
-from torchkv.engine.scheduler import SourcePages
+from torchkv.engine.source_pages import SourcePages
 from torchkv.engine.work import KVWork
 from torchkv.group import arguments
 from torchkv.group.arguments import HeldLayers, Layers, Pages, Peers

@@ -20,7 +20,7 @@ from weakref import ref
 
 import numpy as np
 
-from torchkv.engine.scheduler import SourcePages
+from torchkv.engine.source_pages import SourcePages
 from torchkv.engine.work import KVWork
 from torchkv.errors import ProtocolError
 from torchkv.group import arguments

@@ -18,7 +18,7 @@ from torchkv.control.messenger import FramesByRank
 from torchkv.cuda import graph_gate
 from torchkv.cuda.page_ids import DevicePages
 from torchkv.engine.process_leases import PROCESS
-from torchkv.engine.scheduler import SourcePages
+from torchkv.engine.source_pages import SourcePages
 from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, PeerLost, ProtocolError
 from torchkv.group import arguments, prefixes

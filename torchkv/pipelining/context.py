@@ -258,7 +258,7 @@ class Pipeline:
         for work in self.works:
             work.wait(max(until - time.monotonic(), 1e-9) if timeout > 0 else 0.0)
         if self._error is not None:
-            raise self._error.with_traceback(None)
+            raise self._error.fresh()
         return True
 
     def exception(self) -> KVError | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from tests.helpers.simulation.acquainted import (
 )
 from tests.helpers.simulation.cluster import Cluster
 from torchkv.engine.work import KVWork
-from torchkv.errors import TransferCancelled
+from torchkv.errors import KVError, TransferCancelled
 
 SENT, GRANTED = np.array([5, 6, 2]), [3, 1, 9]
 
@@ -111,10 +112,19 @@ def test_a_request_that_has_succeeded_leaves_nothing_to_the_collector(
     assert [type(thing).__name__ for thing in left] == []
 
 
+def was_raised(error: KVError, ask: Callable[[], object]) -> bool:
+    """Whether it raises an error like this one, which is no other's to keep."""
+    try:
+        ask()
+    except KVError as raised:
+        return raised is not error and type(raised) is type(error) and str(raised) == str(error)
+    return False
+
+
 @pytest.mark.parametrize("canceller", [0, 1], ids=["writer", "reader"])
 @pytest.mark.parametrize("sent", [True, False])
-def test_nor_does_one_that_was_cancelled_unless_its_error_was_raised(canceller: int, sent: bool) -> None:
-    """A traceback knows its frames, and these know the work that has the error."""
+def test_nor_does_one_that_was_cancelled(canceller: int, sent: bool) -> None:
+    """Nor where its error is raised: a traceback knows its frames, and these know the work that has the error."""
     cluster = pair()
 
     def cancelled(request: str) -> None:
@@ -131,6 +141,8 @@ def test_nor_does_one_that_was_cancelled_unless_its_error_was_raised(canceller: 
         error = works[0].exception()
         assert isinstance(error, TransferCancelled)
         assert cluster.run(lambda: error.pages_safe, limit=5)
+        for ask in (works[0].wait, works[0].wait, partial(works[0].wait_layer, 1)):
+            assert was_raised(error, ask)
 
     cancelled("first")
     with collecting() as left:

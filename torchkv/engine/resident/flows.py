@@ -45,7 +45,7 @@ from torchkv.transfer.peer_connection import LocalPages, PeerConnection
 
 if TYPE_CHECKING:
     from torchkv.core.core import Core
-    from torchkv.engine.scheduler import SourcePages
+    from torchkv.engine.source_pages import SourcePages
     from torchkv.observe.recorder import FlightRecorder
 
 __all__ = ["Flows"]

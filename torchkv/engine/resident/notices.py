@@ -58,7 +58,7 @@ from torchkv.transfer.peer_connection import PeerConnection
 
 if TYPE_CHECKING:
     from torchkv.core.core import Core
-    from torchkv.engine.scheduler import SourcePages
+    from torchkv.engine.source_pages import SourcePages
 
 __all__ = ["Notices", "OnLoop", "path_of"]
 

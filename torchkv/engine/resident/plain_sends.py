@@ -15,7 +15,7 @@ from torchkv.core.loop.limits import MAX_GRANTED
 from torchkv.engine.resident.bound_grants import as_bits, grant_bound_on
 from torchkv.engine.resident.journal import Journal
 from torchkv.engine.resident.routes import Route, Routes
-from torchkv.engine.scheduler import SourcePages
+from torchkv.engine.source_pages import SourcePages
 from torchkv.engine.work import KVWork
 from torchkv.layout.group_map import GroupMap
 from torchkv.protocol.actions import BoundGrant, SendOp

@@ -124,7 +124,7 @@ class Receiver:
         if req.flow is not None:
             self._flows.look(req)
         if req.error is not None:
-            raise req.error
+            raise req.error.fresh()
         return req.ended or all(writer.missing((layer,), req.num_tokens) is None for writer in req.writers.values())
 
     # ---------------------------------------------------------------- messages, deaths and time

@@ -114,7 +114,7 @@ class Grants:
         req = self._requests.begin(request, dst, revoked_at)
         req.grant_spent = True
         self._endings.fail(req, error)
-        raise error
+        raise error.fresh()
 
     def receivers(self, request: str, now: float) -> tuple[int, ...] | None:
         """The ranks that a request to anybody goes to, if it has been granted. None if nobody has, that is not busy."""

@@ -102,7 +102,7 @@ class SenderRequest:
     def check_open(self) -> None:
         """Raises the error of a tombstone, and ``ProtocolError`` after ``finish``: both take no further verbs."""
         if self.error is not None:
-            raise self.error
+            raise self.error.fresh()
         if self.finish is not None:
             raise ProtocolError(
                 f"request {self.request!r} to {self.receiver} is finished already; wait for its finish() work to "

@@ -137,7 +137,7 @@ class Sender:
         self.grants.check_revocation(request, dst)
         req = self.grants.request(request, dst, now)
         if req.error is not None:
-            raise req.error
+            raise req.error.fresh()
         if dst == ANYBODY:
             self.handover.heed_grants()
 
@@ -277,7 +277,7 @@ class Sender:
         """The prefix that the receiver holds, in tokens; None until its grant has come. Raises a tombstone's error."""
         req = self.requests.by_key.get((request, dst))
         if req is not None and req.error is not None:
-            raise req.error
+            raise req.error.fresh()
         grant = self.grants.of(request, dst)
         return None if grant is None else grant.held_tokens
 
