@@ -43,9 +43,9 @@ test: setup
 # Real serving engines over torchkv. The first time installs 5.3 GB, for which Python must be CPython 3.11 on x86-64 Linux.
 test-engines: test-vllm test-sglang
 
-# The loop too, because engines pin the compiler that makes it. Without triton there are no kernels to launch.
+# The loop too, because engines pin the compiler that makes it.
 test-vllm: $(VLLM)/.ready
-	$(VLLM)/bin/python -m pytest $(PYTEST_ARGS) --ignore tests/unit/core/test_launching.py tests/unit/core tests/unit/host
+	$(VLLM)/bin/python -m pytest $(PYTEST_ARGS) tests/unit/core tests/unit/host
 	TORCHKV_TEST_ENGINES=1 $(VLLM)/bin/python -m pytest $(PYTEST_ARGS) tests/serving/vllm
 
 test-sglang: $(SGLANG)/.ready

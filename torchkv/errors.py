@@ -16,7 +16,7 @@ KVError (torch.distributed.DistBackendError)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -33,6 +33,7 @@ __all__ = [
     "TransferTimeout",
     "TransportUnavailable",
     "error_kind",
+    "fresh",
     "make_error",
 ]
 
@@ -61,14 +62,6 @@ class KVError(dist.DistBackendError):
     def __reduce__(self) -> tuple[Callable[..., KVError], tuple[Any, ...]]:
         """Copies and pickles keep the value that ``pages_safe`` has when they are made."""
         return _rebuild, (type(self), str(self), self.retryable, self.pages_safe)
-
-    def fresh(self) -> Self:
-        """The same error once more, to be raised where an error is kept: a traceback keeps all frames alive, and what
-        they refer to, and several threads may raise it at once.
-        """
-        error = type(self)(str(self), retryable=self.retryable, pages_safe=self._pages_safe)
-        error.__cause__ = self.__cause__
-        return error
 
     @property
     def pages_safe(self) -> bool:
@@ -128,6 +121,8 @@ class TransportUnavailable(KVError):
     """A transport, path or kind of memory that does not work on this machine; the message says why."""
 
 
+_Error = TypeVar("_Error", bound=KVError)
+
 # The errors that may travel between ranks, by name. A peer can name one of these and no other class.
 _KINDS: dict[str, type[KVError]] = {
     cls.__name__: cls
@@ -155,3 +150,13 @@ def error_kind(error: BaseException) -> str:
 def make_error(kind: str, message: str) -> KVError:
     """An error that a peer has reported. An unknown kind becomes a ``ProtocolError``."""
     return _KINDS.get(kind, ProtocolError)(message)
+
+
+def fresh(error: _Error) -> _Error:
+    """The same error once more, to be raised where ``error`` is kept: a traceback keeps all frames alive, and what they
+    refer to, and several threads may raise it at once.
+    """
+    made = type(error)(str(error))
+    made.__dict__.update(error.__dict__)
+    made.__cause__ = error.__cause__
+    return made

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from torchkv.errors import KVError, ProtocolError, TransferTimeout
+from torchkv.errors import KVError, ProtocolError, TransferTimeout, fresh
 from torchkv.observe.recorder import PHASES
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class KVWork(dist.Work):
                 pages_safe=self._pages_safe or self._ended_safely,
             )
         if self._error is not None:
-            raise self._error.fresh()
+            raise fresh(self._error)
         return True
 
     def is_completed(self) -> bool:

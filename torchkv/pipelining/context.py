@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchkv.cuda import graph_gate
 from torchkv.engine.work import KVWork
-from torchkv.errors import KVError, ProtocolError
+from torchkv.errors import KVError, ProtocolError, fresh
 from torchkv.group import arguments
 from torchkv.group.arguments import HeldLayers, Origin, Pages, Peers, StateSlot
 from torchkv.group.layer_groups import GroupedVerbs
@@ -258,7 +258,7 @@ class Pipeline:
         for work in self.works:
             work.wait(max(until - time.monotonic(), 1e-9) if timeout > 0 else 0.0)
         if self._error is not None:
-            raise self._error.fresh()
+            raise fresh(self._error)
         return True
 
     def exception(self) -> KVError | None:

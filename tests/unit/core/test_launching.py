@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="the fake GPU knows its kernels by their parameters, which Triton tells")
+
 from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, TICKETS, LoopGpu, fake_kernels
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core.core import Core

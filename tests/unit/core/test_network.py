@@ -12,6 +12,8 @@ import torch
 from torchkv_loopback import Faults
 from torchkv_loopback.channel import LoopbackChannel
 
+pytest.importorskip("triton", reason="the fake GPU knows its kernels by their parameters, which Triton tells")
+
 from tests.helpers.apart import LAYERS, PAGES, TAGS, Apart, kinds
 from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, FakeEvent, LoopGpu
 from torchkv.bench.scale.loops import PAGE, TOKENS

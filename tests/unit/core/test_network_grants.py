@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="the fake GPU knows its kernels by their parameters, which Triton tells")
+
 from tests.helpers.apart import LAYERS, PAGES, TAGS, Apart, kinds
 from torchkv.core.device import NO_GATE
 from torchkv.core.loop.codes import BOUND, CUT, GRANT, GRANTED, HELLO, NEWS, OP_DONE, RECEIVED, SENT

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="the fake GPU knows its kernels by their parameters, which Triton tells")
+
 from tests.helpers.apart import LAYERS, PAGES, TAGS, kinds
 from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, FakeEvent
 from tests.helpers.staged_apart import CANARY, StagedApart

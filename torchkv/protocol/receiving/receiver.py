@@ -34,7 +34,7 @@ import logging
 from collections.abc import Iterable
 from typing import Final
 
-from torchkv.errors import KVError, PeerLost, ProtocolError, TransferCancelled, TransferTimeout, make_error
+from torchkv.errors import KVError, PeerLost, ProtocolError, TransferCancelled, TransferTimeout, fresh, make_error
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.layer_groups import UNGROUPED, Pools
 from torchkv.protocol.actions import Account, Settle, Tell, Work
@@ -124,7 +124,7 @@ class Receiver:
         if req.flow is not None:
             self._flows.look(req)
         if req.error is not None:
-            raise req.error.fresh()
+            raise fresh(req.error)
         return req.ended or all(writer.missing((layer,), req.num_tokens) is None for writer in req.writers.values())
 
     # ---------------------------------------------------------------- messages, deaths and time

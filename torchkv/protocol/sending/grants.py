@@ -14,7 +14,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 
-from torchkv.errors import KVError, PeerLost, ProtocolError, TransferCancelled, make_error
+from torchkv.errors import KVError, PeerLost, ProtocolError, TransferCancelled, fresh, make_error
 from torchkv.layout.group_map import GroupMap
 from torchkv.protocol.actions import ANYBODY, BoundGrant, Key, SendOp, Settle
 from torchkv.protocol.messages import Exempt, Refused
@@ -114,7 +114,7 @@ class Grants:
         req = self._requests.begin(request, dst, revoked_at)
         req.grant_spent = True
         self._endings.fail(req, error)
-        raise error.fresh()
+        raise fresh(error)
 
     def receivers(self, request: str, now: float) -> tuple[int, ...] | None:
         """The ranks that a request to anybody goes to, if it has been granted. None if nobody has, that is not busy."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchkv.errors import KVError, ProtocolError, TransferTimeout
+from torchkv.errors import KVError, ProtocolError, TransferTimeout, fresh
 from torchkv.protocol.actions import ANYBODY, BoundGrant, SendOp, Work
 from torchkv.protocol.coverage import LayerCoverage
 
@@ -102,7 +102,7 @@ class SenderRequest:
     def check_open(self) -> None:
         """Raises the error of a tombstone, and ``ProtocolError`` after ``finish``: both take no further verbs."""
         if self.error is not None:
-            raise self.error.fresh()
+            raise fresh(self.error)
         if self.finish is not None:
             raise ProtocolError(
                 f"request {self.request!r} to {self.receiver} is finished already; wait for its finish() work to "

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from torchkv.errors import KVError, PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, make_error
+from torchkv.errors import KVError, PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, fresh, make_error
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import seal_matches
 from torchkv.protocol.actions import ANYBODY, Account, BoundGrant, Halt, SendOp, Settle, SettleCopied, Tell, Work
@@ -137,7 +137,7 @@ class Sender:
         self.grants.check_revocation(request, dst)
         req = self.grants.request(request, dst, now)
         if req.error is not None:
-            raise req.error.fresh()
+            raise fresh(req.error)
         if dst == ANYBODY:
             self.handover.heed_grants()
 
@@ -277,7 +277,7 @@ class Sender:
         """The prefix that the receiver holds, in tokens; None until its grant has come. Raises a tombstone's error."""
         req = self.requests.by_key.get((request, dst))
         if req is not None and req.error is not None:
-            raise req.error.fresh()
+            raise fresh(req.error)
         grant = self.grants.of(request, dst)
         return None if grant is None else grant.held_tokens
 
