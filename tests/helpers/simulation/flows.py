@@ -66,6 +66,8 @@ class Sending:
     slot: int | None
     anybody: bool = False  # it does not know the target: it sends to whoever grants the request
     from_prompt: bool = False  # it does not know the prefix
+    steady: bool = False  # it sends layer after layer, of the same pages, with one verb
+    verb: str = ""  # the latest one
     works: list[KVWork] = field(default_factory=list)
     # By destination, which may be `ANYBODY`: the engine's sender requests.
     reqs: dict[int, SenderRequest] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from tests.helpers.simulation.cluster import Cluster, Rank, random_faults, rando
 from tests.helpers.simulation.flows import Flow, Gate, Receiving, Sending, flows_left, short_runs
 from tests.helpers.simulation.staging_rings import RingShadow
 from tests.helpers.simulation.state_flows import StateFlows, random_states
+from torchkv.arrays import Int64Array
 from torchkv.engine.work import KVWork
 from torchkv.errors import ChecksumMismatch, KVError, LayoutMismatch, PeerLost
 from torchkv.layout.layer_groups import PAGES, SLOTS
@@ -127,6 +128,7 @@ class Scenario:
         self.state = StateFlows(self, state_dice)
         self.prefixes = seed % 2 == 0 or not (network or single)  # loops bind no grant behind one
         self.unknown = random.Random(f"unknown {seed}")  # what senders do not know: no other choice depends on it
+        self.arrays = random.Random(f"arrays {seed}")  # whether page ids come as one: then later verbs may be short
         self.sendings: list[Sending] = []
         self.receivings: list[Receiving] = []
         self.cancels: list[tuple[Rank, KVWork]] = []
@@ -237,7 +239,8 @@ class Scenario:
         count = -(-flow.tokens // page_size)
         pages = [self.unused[rank.rank].pop() for _ in range(count)]
         anybody, from_prompt = (self.unknown.random() < self.anybody for _ in range(2))
-        sending = Sending(flow, rank, pages, self.state.source_slot(rank), anybody, from_prompt)
+        steady = self.arrays.random() < 0.4
+        sending = Sending(flow, rank, pages, self.state.source_slot(rank), anybody, from_prompt, steady)
         self.sendings.append(sending)
         layers = list(rank.cache.layout.layers)
         chunks: list[tuple[int, int, list[int] | None]] = []
@@ -246,6 +249,8 @@ class Scenario:
             whole = dice.random() < 0.5
             chunks += [(first, last, None)] if whole else [(first, last, [layer]) for layer in layers]
         dice.shuffle(chunks)
+        if steady:
+            chunks.sort(key=lambda chunk: chunk[:2])
         if chunks and dice.random() < 0.3:
             chunks.append(dice.choice(chunks))  # the same bytes twice
         at = start
@@ -366,16 +371,19 @@ class Scenario:
         return not sending.failed
 
     def _any_verb(
-        self, sending: Sending, pages: list[int], layers: list[int] | None, start: int, event: Gate | None
+        self, sending: Sending, pages: list[int] | Int64Array, layers: list[int] | None, start: int, event: Gate | None
     ) -> KVWork:
         name, rank, dst = sending.flow.name, sending.rank, sending.dst
         verb = self.dice.choice(sending.flow.verbs)
+        sending.verb = verb = sending.verb if sending.steady and sending.verb else verb
         more: dict[str, Any] = {"start": start, "event": event}
         if sending.from_prompt:
             held = sending.flow.prefix // rank.cache.layout.page_size
             more |= {"start": start + held, "origin": "prompt"}
             if start == 0 and held:  # a page that the receiver holds: whatever it is, it does not arrive
                 pages, more["start"] = [self.unknown.randrange(64), *pages], held - 1
+        if self.arrays.random() < 0.7:
+            pages = np.array(pages, dtype=np.int64)
         if verb == "staged":
             return rank.staged_put(name, layers, pages, dst, **more)
         if verb == "layer" and layers is not None:
