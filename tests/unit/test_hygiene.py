@@ -1,8 +1,10 @@
-"""Imports between folders, and that nothing changes where they look."""
+"""Imports between folders, that nothing changes where they look, and that none is needed where it is not installed."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,3 +81,13 @@ def test_a_changed_path_is_seen(code: str) -> None:
 def test_a_borrowed_test_module_is_seen(code: str) -> None:
     assert borrows_from_a_test(ast.parse(code))
     assert not borrows_from_a_test(ast.parse("from tests.helpers.harness import Ranks"))
+
+
+def test_what_runs_beside_engines_is_collected_without_triton() -> None:
+    """Their environments on hosts have none: see ``make test-vllm``."""
+    folders = "tests/unit/core", "tests/unit/host", "tests/serving/vllm", "tests/serving/sglang"
+    assert all((ROOT / folder).is_dir() for folder in folders)
+    code = "import sys, pytest; sys.modules['triton'] = None; sys.exit(pytest.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "--collect-only", "-q", "-p", "no:cacheprovider", *folders]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stdout[-3000:]
