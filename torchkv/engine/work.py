@@ -61,8 +61,16 @@ class KVWork(dist.Work):
     # What each verb sets lies in slots, and all else in the dict, which then is not made before the work completes; its
     # defaults are those of the class. Both because a caller waits for ``__init__``.
     __slots__ = (
-        "__dict__", "_began", "_forks", "_in_journal", "_loop", "_operation", "_parts", "_reading", "_sync_words"
-    )  # fmt: skip
+        "__dict__",
+        "_began",
+        "_forks",
+        "_in_journal",
+        "_loop",
+        "_operation",
+        "_parts",
+        "_reading",
+        "_sync_words",
+    )
     _bytes = 0
     _aux: builtins.bytes = b""  # of a part that has settled
     _layer: Callable[[int], LayerWait] | None = None  # of recv_pages: the wait for a global layer id

@@ -186,7 +186,7 @@ class PlainSends:
     # ------------------------------------------------------------------ later verbs
 
     def start_more(self, req: SenderRequest, op: SendOp, pages: Int64Array) -> tuple[int, Route, int] | None:
-        """`Flows.start` of an op of a bound request. Its flow and its route.
+        """`Flows.start` of an op of a bound request. Its flow, its route, and the code of its verb.
 
         pages: the op's page ids as the caller gave them, which are checked as they are copied to its ``source_pages``.
         """
