@@ -68,7 +68,7 @@ def by_layer() -> None:
             assert second.passed.wait(PATIENCE)
             (at_once,) = held(rx, 1)
             assert at_once.passed.is_set()
-            del rx._sync_words  # on host memory
+            rx._sync_words = None  # on host memory
             rx.wait_stream(layer=1)
             assert not first.passed.is_set()
             assert not rx.is_completed()
@@ -104,7 +104,7 @@ def failing() -> None:
             meet(kv)
             assert hold.passed.wait(PATIENCE)
             assert isinstance(rx.exception(), TransferCancelled)
-            del rx._sync_words
+            rx._sync_words = None
             rx.wait_stream(layer=0)  # does not raise
             left = kv.recv_pages("never sent", [5], 0)
             (hold,) = held(left, 0)
