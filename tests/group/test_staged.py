@@ -494,22 +494,28 @@ def test_to_itself_and_round_in_a_ring(three: Ranks) -> None:
 
 
 def wakes() -> None:
-    """Python serves the request: the resident loop never has it, and whoever waits for a work is woken for its end."""
+    """Python serves the request: the resident loop never has it, and whoever waits for a work is woken for its end.
+
+    And once more, or twice, if a thread took in an event meanwhile.
+    """
     with kv_group(path="staged") as kv:
         kv.register(random_cache())
         engine = kv._verbs.engine
-        for turn in range(3):
+        news = []
+        for turn in range(5):
             dist.barrier(kv)
             before = engine.news
             if kv.rank() == 0:
                 kv.recv_pages(f"r{turn}", TARGETS, 1).wait(PATIENCE)
-                assert 1 <= engine.news - before <= 2  # its end, and once more if a thread took in an event meanwhile
             elif kv.rank() == 1:
                 kv.prefix_tokens(f"r{turn}", 0)
                 before = engine.news
                 kv.send_pages(f"r{turn}", PAGES, 0)
                 kv.finish(f"r{turn}", 0).wait(PATIENCE)
-                assert 1 <= engine.news - before <= 3  # the ends of both works
+            news.append(engine.news - before)
+        if kv.rank() < 2:
+            assert min(news) >= 1, news
+            assert sum(news) <= 2 * len(news) + 2, news  # once or twice each, now and then once more
         assert engine.sender.counts.taken_back == 0
         dist.barrier(kv)
 
