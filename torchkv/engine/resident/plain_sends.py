@@ -41,7 +41,7 @@ class LatestSend:
     """How the latest verb of a request went: one that differs in its layers and its event alone takes less time.
 
     verb, start, from_prompt: as it was called. checked: its page ids. op: of those behind the prefix, as it went on
-    ``flow`` by ``route``, recorded as a verb of this ``code``.
+    ``flow`` by ``route``.
     """
 
     verb: str
@@ -51,7 +51,6 @@ class LatestSend:
     op: SendOp
     flow: int
     route: Route
-    code: int
 
 
 class PlainSends:
@@ -185,8 +184,8 @@ class PlainSends:
 
     # ------------------------------------------------------------------ later verbs
 
-    def start_more(self, req: SenderRequest, op: SendOp, pages: Int64Array) -> tuple[int, Route, int] | None:
-        """`Flows.start` of an op of a bound request. Its flow, its route, and the code of its verb.
+    def start_more(self, req: SenderRequest, op: SendOp, pages: Int64Array) -> tuple[int, Route] | None:
+        """`Flows.start` of an op of a bound request. Its flow and its route.
 
         pages: the op's page ids as the caller gave them, which are checked as they are copied to its ``source_pages``.
         """
@@ -201,7 +200,7 @@ class PlainSends:
         if index is None:
             return None
         self._runs(req, op, index)
-        return flow, route, verb
+        return flow, route
 
     def again(
         self, req: SenderRequest, last: LatestSend, layers: tuple[int, ...], given: Int64Array, event: Any
@@ -209,31 +208,23 @@ class PlainSends:
         """Starts an op that is as the latest one was, but for its layers and its event. Its work.
 
         given: the page ids as the caller gave them. None, and nothing is done, also if they are others. Most verbs are
-        done here, by callers whose caches are cold: so this is flat, and the loop has its command first.
+        done here, so the loop has its command first, and the records of it are made while it works.
         """
-        latest, route, core = last.op, last.route, self._core
-        if req.flow != last.flow or req.finish is not None or req.loop_promised or core.broken:
+        latest, route = last.op, last.route
+        if req.flow != last.flow or (gate := self._gate(req, route, event)) is None:
             return None
-        if not route.usable or route.connection is not self._connections.get(req.dst):
-            return None
-        source, gate = latest.source_pages, NO_GATE
-        if event is not None or route.way.has_kernels:
-            if (found := self._routes.gate(event)) is None:
-                return None
-            gate = found
-        index = core.start_again(
-            last.flow, route.positions[layers], given, last.checked, source.pages, latest.start, gate, last.code
+        source, verb = latest.source_pages, self._codes.get(latest.verb, 0)
+        index = self._core.start_again(
+            last.flow, route.positions[layers], given, last.checked, source.pages, latest.start, gate, verb
         )
         if index is None:
             return None
         if event is not source.event:
             source = SourcePages(source.pages, event, source.path)
         work = KVWork(latest.work._operation, latest.work._sync_words, latest.work._loop, 1)
-        work._in_journal = last.code != 0
         op = SendOp(latest.request, latest.dst, {}, layers, latest.start, latest.num_pages, work, source)
         op.verb = latest.verb
-        self._ops[index] = req, op
-        req.running[op] = index
+        self._runs(req, op, index)
         req.add_sent(op)
         return work
 
@@ -261,20 +252,18 @@ class PlainSends:
         if outside and not op.state:
             return None
         route = self._routes.known.get((req.dst, id(plan)))
-        if route is None or (gate := self._gate(req, op, route)) is None:
+        if route is None or (route.way.has_kernels and op.num_pages > MAX_GRANTED):
             return None
-        return flow, route, gate
+        gate = self._gate(req, route, op.source_pages.event)
+        return None if gate is None else (flow, route, gate)
 
-    def _gate(self, req: SenderRequest, op: SendOp, route: Route) -> Gate | None:
+    def _gate(self, req: SenderRequest, route: Route, event: Any) -> Gate | None:
         """The gate of one more op of a request, if the request and its route still take any."""
         if req.finish is not None or req.loop_promised or self._core.broken:
             return None
         if not route.usable or route.connection is not self._connections.get(req.dst):
             return None
-        event, has_kernels = op.source_pages.event, route.way.has_kernels
-        if has_kernels and op.num_pages > MAX_GRANTED:
-            return None
-        return NO_GATE if event is None and not has_kernels else self._routes.gate(event)
+        return NO_GATE if event is None and not route.way.has_kernels else self._routes.gate(event)
 
     # ------------------------------------------------------------------ what is on the loop
 
