@@ -17,7 +17,7 @@ from torchkv.core import steering
 from torchkv.core.loop import grants, loop, mailbox, network, staging, unpacking
 from torchkv.core.loop.codes import CREDIT, CUT, FREE
 from torchkv.core.loop.events import emit
-from torchkv.core.loop.limits import MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS
+from torchkv.core.loop.limits import LINE, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS
 from torchkv.core.loop.state.peers import Peer
 from torchkv.core.loop.state.world import GRANT_NBYTES, word_at
 from torchkv.errors import PeerLost, TransportUnavailable
@@ -186,7 +186,7 @@ class LoopPeers:
             world["peers"][slot] = 0
             world["votes"][slot] = world["awaited"][slot] = world["rounds_of"][slot] = 0
             head, box = mailbox.mailbox_at(slot)
-            for at, nbytes in ((head, mailbox.LINE), (box, mailbox.MAILBOX_NBYTES)):
+            for at, nbytes in ((head, LINE), (box, mailbox.MAILBOX_NBYTES)):
                 self._bytes[at : at + nbytes] = bytes(nbytes)
         del self.ranks[slot], self.slots[rank]
         self._granted.pop(rank, None)

@@ -21,6 +21,7 @@ from torchkv.core.loop import copying, loop
 from torchkv.core.loop.codes import FUTEX_CALL
 from torchkv.core.loop.limits import (
     GRANTED_IDS,
+    LINE,
     MAILBOX_RECORDS,
     MAX_COPIERS,
     MAX_FLOWS,
@@ -69,7 +70,7 @@ class Runner:
             raise TransportUnavailable(f"rank {rank}: the resident loop serves ranks below {MAX_PEERS}")
         if platform.machine() not in FUTEX_CALL:
             raise TransportUnavailable(f"the resident loop knows no futex on {platform.machine()}")
-        self.memory = np.zeros(1, WORLD)
+        self.memory = _on_a_line(WORLD)
         self.address: int = self.memory.ctypes.data
         # Python reads words faster than fields of records, and faster in a memoryview than in an array.
         self.words = self.memory.view(np.int64).reshape(-1).data
@@ -170,3 +171,10 @@ class Runner:
         finally:
             self._holding = False
             steering.let_go(self.address)
+
+
+def _on_a_line(dtype: np.dtype[np.void]) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+    """An array of one record, zero, that begins with a cache line."""
+    memory = np.zeros(dtype.itemsize + LINE, dtype=np.uint8)
+    skipped = -memory.ctypes.data % LINE
+    return memory[skipped : skipped + dtype.itemsize].view(dtype)

@@ -29,6 +29,7 @@ GRAIN = 16  # bytes: what kernels pack begins at multiples of it, their widest w
 MAX_ROUNDS = MAX_FLOWS  # verdicts of an instance that are being reached on its leader
 GATES = 8  # streams of which one step remembers an event that has not happened
 PARAM_WORDS = 32  # the most words of the last argument of `torchkv.transport.NativeChannel`'s functions
+LINE = 128  # bytes that cores pass to each other: a cache line, and the one that is fetched with it
 RECORD_NBYTES = 64
 MESSAGE_NBYTES = 2048  # of the network at most: a record and what lies behind it. Transports carry as much in one piece
 

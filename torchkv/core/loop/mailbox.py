@@ -28,7 +28,16 @@ use under this generation, and that the mailbox's owner is one of its writers. W
 from __future__ import annotations
 
 from torchkv.core.loop.codes import OPEN, SEAL, SYSCALL
-from torchkv.core.loop.limits import DUE, GRANTED_IDS, MAILBOX_RECORDS, MAX_FLOWS, MAX_NAME, MAX_PEERS, RECORD_NBYTES
+from torchkv.core.loop.limits import (
+    DUE,
+    GRANTED_IDS,
+    LINE,
+    MAILBOX_RECORDS,
+    MAX_FLOWS,
+    MAX_NAME,
+    MAX_PEERS,
+    RECORD_NBYTES,
+)
 from torchkv.core.loop.network import record_room, send
 from torchkv.core.loop.state.peers import Peer, Record
 from torchkv.core.loop.state.world import GRANT_NBYTES, World, word_at
@@ -41,7 +50,6 @@ __all__ = [
     "ATTENDED",
     "GRANTS_AT",
     "GRANT_SLOT",
-    "LINE",
     "MAILBOX_NBYTES",
     "NAPPING",
     "READS_AT",
@@ -63,7 +71,6 @@ __all__ = [
 
 ASLEEP, NAPPING, ATTENDED = 1, 2, 3  # of a bell; 0 while the loop's thread is awake
 _SEQ = 56  # offset of a record's ``seq``
-LINE = 128
 _RECORD = word_at("record")
 
 READS_AT = 8  # offset of the word that says that a rank reads, from its head

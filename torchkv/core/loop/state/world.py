@@ -25,6 +25,7 @@ from torchkv.core.loop.limits import (
     COMMANDS,
     DUE,
     GATES,
+    LINE,
     MAX_AUX,
     MAX_COPIERS,
     MAX_EVENTS,
@@ -113,6 +114,7 @@ class World(TypedDict):
     still come there, or 0. part: bytes behind the record of one message.
     """
 
+    # Set once, or seldom.
     address: int
     rank: int
     bell: int
@@ -126,62 +128,65 @@ class World(TypedDict):
     chunk: int
     window: int
     functions: Int64Array
-    command_tail: int
-    event_head: int
-    eager: int
-    heed: int
-    stop: int
-    roused: int
-    command_head: int
-    event_tail: int
-    news: int
-    sleepers: int
-    attending: int
-    listeners: int
-    lock: int
-    wanted: int
-    due_head: int
-    due_tail: int
-    queue_head: int
-    queue_tail: int
-    unfinished: int
-    granted: int
     granted_ids: int
     one: int
     stream: int
     word: int
     word_device: int
-    posted: int
     ids: int
     ids_device: int
-    worker: int
-    key_at: int
-    lanes: int
-    stages: int
-    untold: int
-    network: int
-    under_way: int
-    driving: int
-    late: int
-    part: int
-    flying: int
-    seals: int
-    broken: int
-    steps: int
-    unpack_head: int
-    unpack_tail: int
     unpack_ids: int
     unpack_ids_device: int
-    unpack_ids_head: int
-    unpack_ids_tail: int
+    driver: Int64Array
+    worker: int
+    key_at: int
+    native: Int64Array
+    part: int
+    lanes: int
+    stages: int
+    network: int
+    driving: int
     operations: int
     recorded: int
+    eager: int
+    heed: int
+    stop: int
+    broken: int
+    # By callers, at every verb or wait.
+    command_tail: int
+    event_head: int
+    roused: int
+    sleepers: int
+    attending: int
+    listeners: int
+    # By the loop, when it has something to tell them.
+    command_head: int
+    event_tail: int
+    news: int
+    granted: int
+    # By the loop, at every step, or for itself.
+    lock: int
+    wanted: int
+    steps: int
+    seals: int
+    flying: int
+    unfinished: int
+    due_head: int
+    due_tail: int
+    queue_head: int
+    queue_tail: int
+    untold: int
+    under_way: int
+    late: int
+    posted: int
     operation: int
-    driver: Int64Array
+    unpack_head: int
+    unpack_tail: int
+    unpack_ids_head: int
+    unpack_ids_tail: int
     gate_streams: Int64Array
     gate_numbers: Int64Array
     gate_steps: Int64Array
-    native: Int64Array
     put_params: Int64Array
     params: Int64Array
     message: Int64Array
@@ -211,13 +216,18 @@ class World(TypedDict):
     events: list[Event]
 
 
-def _words(record: type) -> np.dtype[np.void]:
-    return np.dtype([(name, "i8") for name in record.__annotations__])
+def _words(record: type, *, multiple: int = 8) -> np.dtype[np.void]:
+    """multiple: of its size in bytes."""
+    names = list(record.__annotations__)
+    nbytes = -(-8 * len(names) // multiple) * multiple
+    return np.dtype({"names": names, "formats": ["i8"] * len(names), "itemsize": nbytes})
 
 
 RECORD = _words(Record)
 _WRITER = _words(Writer)
-_SEND, _OP, _PEER, _ROUND = _words(Send), _words(Op), _words(Peer), _words(Round)
+_SEND, _PEER, _ROUND = _words(Send), _words(Peer), _words(Round)
+# Callers write one while the loop works on the next.
+_OP = _words(Op, multiple=LINE)
 _ARRAYS: dict[str, tuple[object, int | tuple[int, int]]] = {
     "functions": ("i8", 4),
     "driver": ("i8", 3),
@@ -251,15 +261,16 @@ _ARRAYS: dict[str, tuple[object, int | tuple[int, int]]] = {
     "aux": ("i8", MAX_WRITERS * MAX_AUX // 8),
     "rest": ("i8", 14),
 }
-# Words that one side writes often lie on cache lines of their own: 128 bytes before each of these.
-_APART = ("command_tail", "command_head", "due_head", "src", "job", "copier", "commands")
+# Each of these begins a cache line, so that a core does not fetch again and again what another one has written beside
+# what it wants: that takes a tenth of a microsecond, and a loop that spins writes some of its words all the time.
+_APART = ("command_tail", "command_head", "lock", "src", "job", "copier", "commands", "ops", "unpackings")
 
 
 def _dtype(record: type) -> np.dtype[np.void]:
     fields: list[object] = []
     for name in record.__annotations__:
-        if name in _APART:
-            fields.append((f"_{name}", "i8", (16,)))
+        if name in _APART and (behind := -np.dtype(fields).itemsize % LINE):
+            fields.append((f"_{name}", "i8", behind // 8))
         if name == "record":
             fields.append((name, RECORD))
         elif name in _ARRAYS:
