@@ -24,7 +24,7 @@ from torchkv.core.way import Way
 from torchkv.protocol.messages import name_hashes
 from torchkv.transfer.loop_geometry import COPIED
 
-__all__ = ["LAYERS", "PAGES", "TAGS", "Apart", "kinds"]
+__all__ = ["LAYERS", "PAGES", "TAGS", "Apart"]
 
 TAGS = (71, 72)
 LAYERS, PAGES = 3, 12
@@ -155,7 +155,3 @@ class Apart:
     @staticmethod
     def record(**words: int) -> bytes:
         return np.array([words.get(name, 0) for name in Record.__annotations__], dtype=np.int64).tobytes()
-
-
-def kinds(notices: list[Notice]) -> list[int]:
-    return [notice.kind for notice in notices]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchkv.core.loop.codes import CUT, GRANTED, STRAY
+from torchkv.core.loop.codes import CUT, GRANTED, OP_DONE, STRAY
 from torchkv.core.loop.limits import MAX_EVENTS
 from torchkv.core.loop.state.peers import Record
 from torchkv.core.loop.state.world import word_at
@@ -25,8 +25,11 @@ _TAIL, _HEAD = word_at("event_tail") // 8, word_at("event_head") // 8
 
 @dataclass(slots=True)
 class Notice:
-    """An event. index: of the op or flow. Of GRANTED, STRAY and CUT also source: the rank, and words: the record,
-    without ``seq``."""
+    """An event, or several OP_DONE in a row.
+
+    index: of the flow, of OP_DONE of the first op. words: of OP_DONE, the indices of all these ops, in the order in
+    which they have ended; of GRANTED, STRAY and CUT the record, without ``seq``. source: of these three, the rank.
+    """
 
     kind: int
     index: int
@@ -40,7 +43,8 @@ class Events:
     def __init__(self, runner: Runner, ranks: Mapping[int, int]) -> None:
         self._words = runner.words
         # A view in which Python reads words faster than in records, and faster in a memoryview than in an array.
-        self._events = runner.memory["events"].view(np.int64).reshape(MAX_EVENTS, -1).data
+        events = runner.memory["events"].view(np.int64).reshape(MAX_EVENTS, -1)
+        self._kinds, self._indices, self._events = events[:, 0].data, events[:, 1].data, events.data
         self._ranks = ranks
 
     @property
@@ -50,17 +54,33 @@ class Events:
 
     def take(self) -> list[Notice]:
         """What has happened since the last call."""
-        events = self._events
         head, tail = self._words[_HEAD], self._words[_TAIL]
         taken: list[Notice] = []
-        for number in range(head, tail):
-            at = number & (MAX_EVENTS - 1)
-            kind = events[at, 0]
-            if kind in (GRANTED, STRAY, CUT):
-                words = [events[at, word] for word in _EVENT_WORDS]
-                taken.append(Notice(kind, events[at, 1], self._ranks.get(events[at, 2], -1), words))
-            else:  # its record says nothing
-                taken.append(Notice(kind, events[at, 1], -1, _NO_WORDS))
-        if taken:
-            self._words[_HEAD] = tail
+        if head == tail:
+            return taken
+        ended: list[int] | None = None  # the ops of the latest notice, which the next one may join
+        kinds, indices = self._ring(self._kinds, head, tail), self._ring(self._indices, head, tail)
+        for number, kind, index in zip(range(head, tail), kinds, indices, strict=True):
+            if kind == OP_DONE:  # first, because layer by layer there are many
+                if ended is None:
+                    ended = []
+                    taken.append(Notice(kind, index, -1, ended))
+                ended.append(index)
+                continue
+            ended = None
+            if kind in (GRANTED, STRAY, CUT):  # of others the record says nothing
+                at = number & (MAX_EVENTS - 1)
+                words = [self._events[at, word] for word in _EVENT_WORDS]
+                taken.append(Notice(kind, index, self._ranks.get(self._events[at, 2], -1), words))
+            else:
+                taken.append(Notice(kind, index, -1, _NO_WORDS))
+        self._words[_HEAD] = tail
         return taken
+
+    @staticmethod
+    def _ring(words: memoryview, head: int, tail: int) -> list[int]:
+        """One word of each event."""
+        first = head & (MAX_EVENTS - 1)
+        values: list[int] = words[first : first + tail - head].tolist()
+        missing = tail - head - len(values)  # they lie at the beginning
+        return values + words[:missing].tolist() if missing else values

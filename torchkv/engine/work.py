@@ -94,6 +94,7 @@ class KVWork(dist.Work):
     _sends: Sequence[SenderRequest] = ()
     _receives: Sequence[ReceiverRequest] = ()
     _stream_waits: tuple[HostReleasedWait, ...] = ()  # streams that wait for this work
+    _awaited = False  # whether there has been any of these: else `_release` has nothing to do
     _recorder: FlightRecorder | None = None  # that this work is an operation of
     _number = -1  # of the operation
     _phase: str | None = (
@@ -222,6 +223,7 @@ class KVWork(dist.Work):
             if self._source_latch is None and not self._is_done and self._reading:
                 self._source_latch = threading.Lock()
                 self._source_latch.acquire()
+                self._awaited = True
             latch = self._source_latch
         if latch is not None and _await(latch, limit) and not self._reading:
             return True
@@ -256,6 +258,7 @@ class KVWork(dist.Work):
         with _completing:
             if not self._is_done:
                 self._stream_waits += (stream_wait,)
+                self._awaited = True
                 return
         stream_wait.open()
 
@@ -365,7 +368,8 @@ class KVWork(dist.Work):
                 self._ended = time.perf_counter()
             self._is_done = True
             self._sends = self._receives = ()  # the work may outlive them
-            self._release()
+            if self._awaited:
+                self._release()
         if self._recorder is not None:
             self._record_end()
 
@@ -430,6 +434,7 @@ class KVWork(dist.Work):
             if self._latch is None:
                 self._latch = threading.Lock()
                 self._latch.acquire()
+                self._awaited = True
             latch = self._latch
         _await(latch, limit)
         return self._is_done
@@ -472,7 +477,8 @@ def settle_copied(works: Sequence[KVWork], nbytes: Sequence[int], path: str) -> 
             if not work._parts:
                 work._ended = ended
                 work._is_done = True
-                work._release()
+                if work._awaited:
+                    work._release()
                 completed.append(work)
     for work in completed:
         if work._recorder is not None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.converting import same
+from tests.helpers.notices import kinds
 from torchkv import KVLayout, convert
 from torchkv.bench.scale.loops import PAGE, Pair
 from torchkv.core.core import Core
@@ -178,14 +179,14 @@ def test_requests_with_many_copiers() -> None:
         heard: list[int] = []
         while RECEIVED not in heard:
             pair.reader.runner.step()
-            heard += [notice.kind for notice in pair.reader.events.take()]
+            heard += kinds(pair.reader.events.take())
         wanted = np.full_like(pair.dst, 0xAB)
         wanted[:, theirs] = pair.src[:, ours]
         assert (pair.dst == wanted).all()
         told: list[int] = []
         while SENT not in told:
             pair.reader.runner.step()
-            told += [notice.kind for notice in pair.writer.events.take()]
+            told += kinds(pair.writer.events.take())
         assert told == [OP_DONE, SENT]
         pair.writer.op_results([op])
         pair.writer.end_send(send)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.notices import ended_ops, kinds
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core.device import NO_GATE
 from torchkv.core.loop import mailbox
@@ -18,10 +19,6 @@ from torchkv.core.loop.grants import IDS_AT
 from torchkv.core.loop.limits import MAX_FLOWS, MAX_GRANTED, MAX_PREFIX
 from torchkv.core.loop.state.peers import Grant
 from torchkv.protocol.messages import name_hashes
-
-
-def kinds(notices: list[object]) -> list[int]:
-    return [notice.kind for notice in notices]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("granted_first", [False, True])
@@ -56,7 +53,7 @@ def test_ops_begin_in_their_order() -> None:
     ops = [pair.start(send, [page], start=page) for page in (0, 1, 2)]
     pair.grant(flow, [3, 4, 5])
     told, _ = pair.run()
-    assert [notice.index for notice in told if notice.kind == OP_DONE] == ops
+    assert ended_ops(told) == ops
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from tests.helpers.notices import ended_ops
 from torchkv.bench.scale.loops import PAGE, Pair
 from torchkv.core import journal, steering
 from torchkv.core.core import Core
@@ -97,9 +98,9 @@ def test_all_are_there_in_order_until_newer_ones_take_their_place(seed: int) -> 
 
 def _check(pair: Pair, begun: list[tuple[int, int, int]], open_ops: dict[int, int]) -> None:
     unbegun = {index for kind, index in pair.writer.operations.unbegun() if kind == START}
-    for notice in pair.writer.events.take():
-        pair.writer.op_results([notice.index])
-        del open_ops[notice.index]
+    for index in ended_ops(pair.writer.events.take()):
+        pair.writer.op_results([index])
+        del open_ops[index]
     seen = {each.number: each for each in read(pair.writer)}
     taken = [number for number, _, _ in begun if number not in {open_ops[index] for index in unbegun}]
     assert sorted(seen) == taken[-SIZE:]

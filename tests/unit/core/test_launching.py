@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("triton", reason="the fake GPU knows its kernels by their parameters, which Triton tells")
 
 from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, TICKETS, LoopGpu, fake_kernels
+from tests.helpers.notices import kinds
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core.core import Core
 from torchkv.core.device import NO_GATE, Gate
@@ -71,10 +72,6 @@ class GpuPair(Pair):
                 break
             self.gpu.run(1)
         return told, heard
-
-
-def kinds(notices: Sequence[Any]) -> list[int]:
-    return [notice.kind for notice in notices]
 
 
 def test_parameters_lie_where_the_loop_writes_them() -> None:

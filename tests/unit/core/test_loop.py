@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.notices import kinds
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core.core import Core
 from torchkv.core.loop.codes import (
@@ -31,10 +32,6 @@ from torchkv.core.loop.codes import (
 )
 from torchkv.core.loop.limits import MAX_AUX, MAX_EVENTS, MAX_FLOWS, MAX_INTERVALS
 from torchkv.core.loop.receiving import cover
-
-
-def kinds(notices: list[object]) -> list[int]:
-    return [notice.kind for notice in notices]  # type: ignore[attr-defined]
 
 
 def head(kind: int, first: int = 0, last: int = 0) -> int:

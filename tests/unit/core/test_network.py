@@ -12,9 +12,11 @@ import torch
 from torchkv_loopback import Faults
 from torchkv_loopback.channel import LoopbackChannel
 
+from tests.helpers.notices import ended_ops, kinds
+
 pytest.importorskip("triton", reason="the fake GPU knows its kernels by their parameters, which Triton tells")
 
-from tests.helpers.apart import LAYERS, PAGES, TAGS, Apart, kinds
+from tests.helpers.apart import LAYERS, PAGES, TAGS, Apart
 from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, FakeEvent, LoopGpu
 from torchkv.bench.scale.loops import PAGE, TOKENS
 from torchkv.core.loop import network
@@ -43,9 +45,7 @@ def test_requests(seed: int) -> None:
         assert kinds(told)[-1] == SENT
         assert kinds(heard)[-1] == RECEIVED
         assert apart.reader.receives.state(flow).writers[0].aux == b"aux" * life
-        for notice in told:
-            if notice.kind == OP_DONE:
-                apart.writer.op_results([notice.index])
+        apart.writer.op_results(ended_ops(told))
         apart.writer.end_send(send)
         apart.reader.receives.close(flow)
         apart.reader.receives.free(flow)

@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("triton", reason="the fake GPU knows its kernels by their parameters, which Triton tells")
 
-from tests.helpers.apart import LAYERS, PAGES, TAGS, Apart, kinds
+from tests.helpers.apart import LAYERS, PAGES, TAGS, Apart
+from tests.helpers.notices import kinds
 from torchkv.core.device import NO_GATE
 from torchkv.core.loop.codes import BOUND, CUT, GRANT, GRANTED, HELLO, NEWS, OP_DONE, RECEIVED, SENT
 from torchkv.core.loop.grants import IDS_AT, NAME_AT

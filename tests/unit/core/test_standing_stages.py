@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("triton", reason="the fake GPU knows its kernels by their parameters, which Triton tells")
 
-from tests.helpers.apart import LAYERS, PAGES, TAGS, kinds
+from tests.helpers.apart import LAYERS, PAGES, TAGS
 from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, FakeEvent
+from tests.helpers.notices import ended_ops, kinds
 from tests.helpers.staged_apart import CANARY, StagedApart
 from torchkv.bench.scale.loops import TOKENS
 from torchkv.core.events import Notice
@@ -59,7 +60,7 @@ def test_requests(seed: int, gpu: bool) -> None:
         told, heard = apart.run(800)
         assert kinds(told)[-1] == SENT
         assert kinds(heard)[-1] == RECEIVED
-        apart.writer.op_results([notice.index for notice in told if notice.kind == OP_DONE])
+        apart.writer.op_results(ended_ops(told))
         apart.writer.end_send(send)
         apart.reader.receives.close(flow)
         apart.reader.receives.free(flow)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from tests.helpers.notices import kinds
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core.core import Core
 from torchkv.core.loop.codes import (
@@ -33,10 +34,6 @@ from torchkv.transfer.loop_geometry import COPIED
 LAYERS, STATES, SLOTS = 3, 2, 4
 SLOT = 40  # bytes
 STATE_POSITIONS = range(LAYERS, LAYERS + STATES)
-
-
-def kinds(notices: list[object]) -> list[int]:
-    return [notice.kind for notice in notices]  # type: ignore[attr-defined]
 
 
 @dataclass

@@ -152,7 +152,7 @@ class Notices:
         while self._notices:
             notice = self._notices.popleft()
             if notice.kind == OP_DONE:
-                self._on_op_done(notice.index, now)
+                self._on_ops_done(notice.words, now)
             else:
                 self._act(notice, now)
 
@@ -237,17 +237,20 @@ class Notices:
         except KVError as error:
             log.warning("rank %d ignored a grant of rank %d: %s", self.core.rank, source, error)
 
-    def _on_op_done(self, index: int, now: float) -> None:
-        """An op has ended, and with it those of the same request whose notices come next."""
-        notices, running = self._notices, self._ops
-        req, op = running.pop(index)
-        indices, ops, path = [index], [op], path_of(req, op)
-        while notices and (notice := notices[0]).kind == OP_DONE and running[notice.index][0] is req:
-            if path_of(*running[notice.index]) != path:
-                break
-            notices.popleft()
-            indices.append(notice.index)
-            ops.append(running.pop(notice.index)[1])
+    def _on_ops_done(self, indices: list[int], now: float) -> None:
+        """Ops have ended. Those of one request that follow each other on one path count together."""
+        owners = [self._ops.pop(index) for index in indices]
+        first = 0
+        while first < len(owners):
+            req, op = owners[first]
+            path, last = path_of(req, op), first + 1
+            while last < len(owners) and owners[last][0] is req and path_of(*owners[last]) == path:
+                last += 1
+            self._count(req, indices[first:last], [op for _, op in owners[first:last]], path, now)
+            first = last
+
+    def _count(self, req: SenderRequest, indices: list[int], ops: list[SendOp], path: str, now: float) -> None:
+        """These ops of a request have ended. path: of all of them."""
         spared = self.core.spared(indices) if path == "staged" else 0
         nbytes, spans = self.core.op_results(indices)
         connection = self._connections[req.dst]

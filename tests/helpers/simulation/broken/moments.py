@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from tests.helpers.apart import PAGES, Apart, kinds
+from tests.helpers.apart import PAGES, Apart
 from tests.helpers.fakes.loop_gpu import FakeEvent, LoopGpu
+from tests.helpers.notices import kinds
 from tests.helpers.simulation.broken.lanes import tells_of_pieces_that_are_only_put
 from tests.helpers.simulation.broken.swapping import swap
 from tests.helpers.staged_apart import StagedApart
