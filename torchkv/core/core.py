@@ -27,6 +27,7 @@ from torchkv.core.news import News
 from torchkv.core.operations import Operations
 from torchkv.core.peers import LoopPeers, NetworkLane
 from torchkv.core.receives import Receives, Source, with_slot
+from torchkv.core.repeat import Repeat
 from torchkv.core.runner import Runner
 from torchkv.core.thread import attend, end_turn, run, take_turn
 from torchkv.core.way import Way
@@ -35,7 +36,6 @@ from torchkv.host.jit import at_register
 __all__ = ["Core"]
 
 _SEND, _OP = (list(record.__annotations__) for record in (Send, Op))
-_NBYTES, _RUNS, _POSTED, _SPARED = (_OP.index(name) for name in ("nbytes", "runs", "posted", "spared"))
 _STATE, _MOVED, _GATED, _SEND_NETWORK, _PROMISE = (
     _SEND.index(name) for name in ("state", "moved", "gated", "network", "promise")
 )
@@ -71,7 +71,10 @@ class Core:
         self._memory = self.runner.memory
         self._words = self.runner.words
         # Views in which Python reads words faster than in records, and faster in a memoryview than in an array.
-        self._ops = self._memory["ops"].view(np.int64).reshape(MAX_OPS, -1).data
+        ops = self._memory["ops"].view(np.int64).reshape(MAX_OPS, -1)
+        self._nbytes, self._runs, self._posted, self._spared = (
+            ops[:, _OP.index(name)].data for name in ("nbytes", "runs", "posted", "spared")
+        )
         self._sends = self._memory["sends"].view(np.int64).reshape(MAX_FLOWS, -1).data
         self._slots = self.peers.slots
         self._free_sends = list(range(MAX_FLOWS if device is None else MAX_GPU_SENDS))
@@ -310,25 +313,15 @@ class Core:
         self.runner.told(op=True)
         return index
 
-    def start_again(
-        self,
-        flow: int,
-        positions: Int64Array,
-        pages: Int64Array,
-        checked: Int64Array,
-        copied: Int64Array,
-        start: int,
-        gate: Gate,
-        verb: int,
-    ) -> int | None:
-        """`start_op` of ``copied``, if ``pages`` are those that were ``checked`` for it before. None also if not."""
+    def start_again(self, repeat: Repeat, positions: Int64Array, pages: Int64Array, gate: Gate) -> int | None:
+        """`start_op` of one that differs from ``repeat`` in these, if its caller gave the same ``pages``; else None."""
         if not self._free_ops:
             return None
         index = self._free_ops[-1]
-        if not posting.start_again(self._address, index, flow, positions, pages, checked, copied, start, *gate, verb):
+        if not posting.start_again(self._address, index, repeat.address, positions, pages, *gate):
             return None
         self._free_ops.pop()
-        self._kept_ops[index] = positions, copied
+        self._kept_ops[index] = positions, repeat.copied
         self.runner.told(op=True)
         return index
 
@@ -342,13 +335,13 @@ class Core:
 
     def spared(self, indices: list[int]) -> int:
         """Bytes of these ops' pages at the receiver less those that were staged for them."""
-        return sum([self._ops[index, _SPARED] for index in indices])
+        return sum([self._spared[index] for index in indices])
 
     def op_results(self, indices: list[int]) -> tuple[list[int], int]:
         """The bytes of each of these ops, which have ended, and their contiguous runs in all. Frees the indices."""
-        ops, kept = self._ops, self._kept_ops
-        nbytes = [ops[index, _NBYTES] for index in indices]
-        runs = sum([ops[index, _RUNS] for index in indices])
+        op_nbytes, op_runs, kept = self._nbytes, self._runs, self._kept_ops
+        nbytes = [op_nbytes[index] for index in indices]
+        runs = sum([op_runs[index] for index in indices])
         for index in indices:
             kept[index] = None
         self._free_ops += indices
@@ -373,7 +366,7 @@ class Core:
 
     def flying(self, index: int) -> int:
         """What the completion word will be once nothing of an op is under way any more; 0 if nothing is."""
-        return int(self._ops[index, _POSTED])
+        return self._posted[index]
 
     def put(self, index: int) -> int:
         """The number of the last put of an op that is not known to have arrived; 0 if all have. Has that found out."""
@@ -443,7 +436,7 @@ def warm_up() -> None:
     assert flow is not None
     core.start_op(flow, none[:0], none, 0)
     core.start_more(flow, none[:0], none, none.copy(), 1, 0, NO_GATE)
-    core.start_again(flow, none[:0], none, none, none, 0, NO_GATE, 0)
+    core.start_again(Repeat(flow, none, none, 0, 0), none[:0], none, NO_GATE)
     verb = way, none[:0], none, none.copy(), 1, 0, NO_GATE, 0
     core.meet(*verb, hashes=(0, 0), writers=0, serial=0, begun=0, prefixed=False)
     core.begin(*verb, peer_flow=0, generation=0, granted=none, slot=None, serial=0, begun=0)

@@ -14,14 +14,14 @@ from numba.extending import intrinsic
 from torchkv.arrays import Int64Array
 from torchkv.core import journal
 from torchkv.core.loop import grants
-from torchkv.core.loop.codes import FINISH, OPEN, POST, ROUND, START, WAIT, WAITING
+from torchkv.core.loop.codes import COMPARE, FINISH, OPEN, POST, ROUND, START, WAIT, WAITING
 from torchkv.core.loop.grants import IDS_AT
 from torchkv.core.loop.limits import COMMANDS
 from torchkv.core.loop.mailbox import NAPPING, may_run, ring
-from torchkv.core.loop.state.requests import Send, Way
-from torchkv.core.loop.state.world import WAY, WORLD, World, word_at
+from torchkv.core.loop.state.requests import Repeat, Send, Way
+from torchkv.core.loop.state.world import REPEAT, WAY, WORLD, World, word_at
 from torchkv.host.atomics import copy_bytes, fence, load, store
-from torchkv.host.jit import compiled_with_gil
+from torchkv.host.jit import c_function, compiled_with_gil
 from torchkv.host.page_id_check import copy_ids
 
 __all__ = [
@@ -63,10 +63,13 @@ def _compiled(dtype: np.dtype[np.void]) -> Callable[[int], Any]:
 
 
 _record_at = _plain if numba.config.DISABLE_JIT else _compiled
-# world_at(address), way_at(address): the record at this address, which must stay allocated. numba takes 8 us to
-# recognise a record of the size of `World` among the arguments of a call, and nothing for an integer.
+# The record at an address, which must stay allocated. numba takes 8 us to recognise a record of the size of `World`
+# among the arguments of a call, a tenth of a microsecond for an array, and hardly anything for an integer.
 world_at: Callable[[int], World] = _record_at(WORLD)
 way_at: Callable[[int], Way] = _record_at(WAY)
+repeat_at: Callable[[int], Repeat] = _record_at(REPEAT)
+
+_call_compare = c_function(3, 32)
 
 _TAIL = word_at("command_tail")
 
@@ -212,13 +215,29 @@ def start_op(
     world = world_at(address)
     op = world["ops"][index]
     op["flow"], op["of_state"] = flow, of_state
-    op["positions"], op["num_positions"] = positions.ctypes.data, len(positions)
     op["ids"], op["count"], op["start"] = ids.ctypes.data, len(ids), start
+    _start(world, index, positions, gate, gate_stream, gate_number, verb, staged)
+
+
+@compiled_with_gil
+def _start(
+    world: World,
+    index: int,
+    positions: Int64Array,
+    gate: int,
+    gate_stream: int,
+    gate_number: int,
+    verb: int,
+    staged: int,
+) -> None:
+    """Starts an op whose flow and pages are set."""
+    op = world["ops"][index]
+    op["positions"], op["num_positions"] = positions.ctypes.data, len(positions)
     op["at"] = op["segment"] = op["ordinal"] = op["told"] = op["group"] = op["nbytes"] = op["runs"] = 0
     op["gate"], op["gate_stream"], op["gate_number"] = gate, gate_stream, gate_number
     op["posted"] = op["until"] = op["arrived"] = op["mark"] = op["operation"] = 0
     op["pieces"] = op["piece"] = op["spared"] = 0
-    send = world["sends"][flow]
+    send = world["sends"][op["flow"]]
     op["verb"], op["staged"] = verb, 1 if staged != 0 or send["staged"] != 0 else 0
     if staged == 2 and send["promise"] == 0:
         send["promise"] = 1
@@ -251,26 +270,25 @@ def start_more(
 def start_again(
     address: int,
     index: int,
-    flow: int,
+    like: int,
     positions: Int64Array,
     given: Int64Array,
-    checked: Int64Array,
-    ids: Int64Array,
-    start: int,
     gate: int,
     gate_stream: int,
     gate_number: int,
-    verb: int,
 ) -> bool:
-    """Starts an op of ``ids``, as when ``checked`` was given for them; False if ``given`` is not that."""
-    if len(given) != len(checked):
+    """Starts an op like one before, for these layers; False if ``given`` are other page ids than it had been given.
+
+    like: address of a `Repeat`.
+    """
+    world, repeat = world_at(address), repeat_at(like)
+    compare, nbytes = world["functions"][COMPARE], 8 * repeat["given"]
+    if len(given) != repeat["given"] or _call_compare(compare, given.ctypes.data, repeat["checked"], nbytes) != 0:
         return False
-    unlike = np.int64(0)  # without a branch in the loop, so that it compiles to vector instructions
-    for i in range(len(given)):
-        unlike |= given[i] ^ checked[i]
-    if unlike != 0:
-        return False
-    start_op(address, index, flow, 0, positions, ids, start, gate, gate_stream, gate_number, verb, 0)
+    op = world["ops"][index]
+    op["flow"], op["of_state"] = repeat["flow"], 0
+    op["ids"], op["count"], op["start"] = repeat["ids"], repeat["count"], repeat["start"]
+    _start(world, index, positions, gate, gate_stream, gate_number, repeat["verb"], 0)
     return True
 
 

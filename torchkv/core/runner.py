@@ -42,7 +42,7 @@ CHUNK = 128 << 10  # bytes: ten microseconds or so
 PART = MESSAGE_NBYTES - RECORD_NBYTES  # bytes
 
 _SPIN = word_at("spin") // 8
-_FUNCTIONS = libc_functions("syscall", "sched_yield", "clock_gettime", "write")
+_FUNCTIONS = libc_functions("syscall", "sched_yield", "clock_gettime", "write", "memcmp")
 
 
 class Runner:

@@ -131,7 +131,7 @@ class PlainSending(RecordedVerbs):
         last: LatestSend = req.latest
         if last.verb != verb or last.start != start or last.from_prompt is not from_prompt:
             return None
-        if (given := arguments.plain_pages(pages)) is None or len(given) != len(last.checked):
+        if (given := arguments.plain_pages(pages)) is None:
             return None
         engine, flows = self.engine, self.engine.flows
         assert flows is not None
@@ -144,7 +144,7 @@ class PlainSending(RecordedVerbs):
         """Sends to a receiver whose request has begun. given: the page ids as the caller gave them, not checked."""
         engine, flows = self.engine, self.engine.flows
         assert flows is not None
-        verb, _, _, ids, _, asked, _ = call
+        whole = call
         with engine.lock:
             if req.grant is None:
                 engine.catch_up()  # the loop may have bound it
@@ -156,10 +156,10 @@ class PlainSending(RecordedVerbs):
             if req.fresh and grant is not None:
                 return self._open(call, given, grant, req)
             op = self._op(*call)
-            if (started := flows.plain.start_more(req, op, given)) is None:
+            if (latest := flows.plain.start_more(req, op, given, whole, from_prompt)) is None:
                 return None
             req.add_sent(op)
-            req.latest = LatestSend(verb, asked, from_prompt, ids, op, *started)
+            req.latest = latest
         return cast(KVWork, op.work)
 
     def _send_several(

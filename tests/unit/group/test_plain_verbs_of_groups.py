@@ -155,9 +155,9 @@ def test_the_loop_is_given_all_but_the_first(monkeypatch: pytest.MonkeyPatch) ->
     started: list[str] = []
     start = PlainSends.start_more
 
-    def noting(self: PlainSends, req: Any, op: Any, pages: Any) -> bool:
+    def noting(self: PlainSends, req: Any, op: Any, pages: Any, *rest: Any) -> Any:
         started.append(op.work._operation)
-        return start(self, req, op, pages)
+        return start(self, req, op, pages, *rest)
 
     monkeypatch.setattr(PlainSends, "start_more", noting)
     one = Run()

@@ -27,7 +27,7 @@ ALL_HERE, STRAY, NEWS, OUTSIDE, BROKEN, CUT, LANDED = 7, 8, 9, 10, 11, 12, 13
 QUIET = (OP_DONE, BOUND, GRANTED)
 
 # Indices of `World`'s ``functions``: addresses of libc's.
-SYSCALL, YIELD, CLOCK, WRITE = 0, 1, 2, 3
+SYSCALL, YIELD, CLOCK, WRITE, COMPARE = 0, 1, 2, 3, 4
 # Indices of `World`'s ``driver``: addresses of the CUDA driver's cuEventQuery, cuMemcpyHtoDAsync and cuLaunchKernel.
 QUERY, UPLOAD, LAUNCH = 0, 1, 2
 # Indices of `World`'s ``native``: the functions of `torchkv.transport.NativeChannel`.

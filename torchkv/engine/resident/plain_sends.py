@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchkv.arrays import Int64Array
 from torchkv.core.device import NO_GATE, Gate
 from torchkv.core.loop.limits import MAX_GRANTED
+from torchkv.core.repeat import Repeat
 from torchkv.engine.resident.bound_grants import as_bits, grant_bound_on
 from torchkv.engine.resident.journal import Journal
 from torchkv.engine.resident.routes import Route, Routes
@@ -40,17 +41,16 @@ Met = tuple[BoundGrant, int, int, Route]
 class LatestSend:
     """How the latest verb of a request went: one that differs in its layers and its event alone takes less time.
 
-    verb, start, from_prompt: as it was called. checked: its page ids. op: of those behind the prefix, as it went on
-    ``flow`` by ``route``.
+    verb, start, from_prompt: as it was called. op: of its pages behind the prefix, as it went by ``route``. repeat: as
+    the loop knows it.
     """
 
     verb: str
     start: int
     from_prompt: bool
-    checked: Int64Array
     op: SendOp
-    flow: int
     route: Route
+    repeat: Repeat
 
 
 class PlainSends:
@@ -180,14 +180,17 @@ class PlainSends:
         """What `meet` or `begin` has begun is of this request."""
         _, flow, index, route = met
         self.opened(req, flow, route)
-        self._runs(req, op, index)
+        self._runs(req, op, index, self._codes.get(op.verb, 0))
 
     # ------------------------------------------------------------------ later verbs
 
-    def start_more(self, req: SenderRequest, op: SendOp, pages: Int64Array) -> tuple[int, Route] | None:
-        """`Flows.start` of an op of a bound request. Its flow and its route.
+    def start_more(
+        self, req: SenderRequest, op: SendOp, pages: Int64Array, call: Call, from_prompt: bool
+    ) -> LatestSend | None:
+        """`Flows.start` of an op of a bound request, which is its latest one.
 
         pages: the op's page ids as the caller gave them, which are checked as they are copied to its ``source_pages``.
+        call: the verb, whose first pages may lie behind the receiver's prefix. from_prompt: see `meet`.
         """
         if (way := self._more(req, op)) is None:
             return None
@@ -199,8 +202,9 @@ class PlainSends:
         )
         if index is None:
             return None
-        self._runs(req, op, index)
-        return flow, route
+        self._runs(req, op, index, verb)
+        called, _, _, checked, _, asked, _ = call
+        return LatestSend(called, asked, from_prompt, op, route, Repeat(flow, checked, copied, op.start, verb))
 
     def again(
         self, req: SenderRequest, last: LatestSend, layers: tuple[int, ...], given: Int64Array, event: Any
@@ -210,21 +214,19 @@ class PlainSends:
         given: the page ids as the caller gave them. None, and nothing is done, also if they are others. Most verbs are
         done here, so the loop has its command first, and the records of it are made while it works.
         """
-        latest, route = last.op, last.route
-        if req.flow != last.flow or (gate := self._gate(req, route, event)) is None:
+        latest, route, repeat = last.op, last.route, last.repeat
+        if req.flow != repeat.flow or (gate := self._gate(req, route, event)) is None:
             return None
-        source, verb = latest.source_pages, self._codes.get(latest.verb, 0)
-        index = self._core.start_again(
-            last.flow, route.positions[layers], given, last.checked, source.pages, latest.start, gate, verb
-        )
+        index = self._core.start_again(repeat, route.positions[layers], given, gate)
         if index is None:
             return None
+        source = latest.source_pages
         if event is not source.event:
             source = SourcePages(source.pages, event, source.path)
         work = KVWork(latest.work._operation, latest.work._sync_words, latest.work._loop, 1)
         op = SendOp(latest.request, latest.dst, {}, layers, latest.start, latest.num_pages, work, source)
         op.verb = latest.verb
-        self._runs(req, op, index)
+        self._runs(req, op, index, repeat.verb)
         req.add_sent(op)
         return work
 
@@ -239,7 +241,7 @@ class PlainSends:
             positions = route.positions_of(op)
             index = self._core.start_op(flow, positions, op.source_pages.pages, op.start, gate, of_state=op.state)
             assert index is not None
-            self._runs(req, op, index)
+            self._runs(req, op, index, 0)
         return True
 
     def _more(self, req: SenderRequest, op: SendOp) -> tuple[int, Route, Gate] | None:
@@ -292,9 +294,9 @@ class PlainSends:
         if route.lane is not None:
             self._held.lanes[flow] = route.lane
 
-    def _runs(self, req: SenderRequest, op: SendOp, index: int) -> None:
-        """An op is on the loop, which records those of verbs with one part."""
-        op.work._in_journal = self._codes.get(op.verb, 0) != 0
+    def _runs(self, req: SenderRequest, op: SendOp, index: int, verb: int) -> None:
+        """An op is on the loop. verb: as which that records it, or 0."""
+        op.work._in_journal = verb != 0
         req.loop_wrote = True
         self._ops[index] = req, op
         req.running[op] = index

@@ -10,7 +10,7 @@ from typing import TypedDict
 from torchkv.arrays import Int64Array
 from torchkv.core.loop.state.peers import Record
 
-__all__ = ["Op", "Receive", "Round", "Send", "Unpacking", "Way", "Writer"]
+__all__ = ["Op", "Receive", "Repeat", "Round", "Send", "Unpacking", "Way", "Writer"]
 
 
 class Way(TypedDict):
@@ -26,6 +26,21 @@ class Way(TypedDict):
     src_page: int
     dst_page: int
     staged: int
+
+
+class Repeat(TypedDict):
+    """What an op has in common with one that differs in its layers and its gate alone: fields of `Op`. Python's.
+
+    checked, given: address and number of the page ids that its caller gave, of which ``ids`` are those to be copied.
+    """
+
+    flow: int
+    checked: int
+    given: int
+    ids: int
+    count: int
+    start: int
+    verb: int
 
 
 class Send(TypedDict):

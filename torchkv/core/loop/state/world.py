@@ -42,7 +42,7 @@ from torchkv.core.loop.limits import (
 )
 from torchkv.core.loop.state.copying import Copier, Job
 from torchkv.core.loop.state.peers import Grant, Peer, Record
-from torchkv.core.loop.state.requests import Op, Receive, Round, Send, Unpacking, Way, Writer
+from torchkv.core.loop.state.requests import Op, Receive, Repeat, Round, Send, Unpacking, Way, Writer
 from torchkv.observe.histogram import BOUNDS
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "EVENT",
     "GRANT_NBYTES",
     "RECORD",
+    "REPEAT",
     "WAY",
     "WORLD",
     "Event",
@@ -229,7 +230,7 @@ _SEND, _PEER, _ROUND = _words(Send), _words(Peer), _words(Round)
 # Callers write one while the loop works on the next.
 _OP = _words(Op, multiple=LINE)
 _ARRAYS: dict[str, tuple[object, int | tuple[int, int]]] = {
-    "functions": ("i8", 4),
+    "functions": ("i8", 5),
     "driver": ("i8", 3),
     "gate_streams": ("i8", GATES),
     "gate_numbers": ("i8", GATES),
@@ -288,7 +289,7 @@ _ARRAYS["copier"] = (_COPIER, MAX_COPIERS)
 _ARRAYS["events"] = (EVENT, MAX_EVENTS)
 _ARRAYS["unpackings"] = (_dtype(Unpacking), UNPACKINGS)
 WORLD = _dtype(World)
-WAY = _words(Way)
+WAY, REPEAT = _words(Way), _words(Repeat)
 
 
 def _offset(dtype: np.dtype[np.void], name: str) -> int:
