@@ -13,7 +13,7 @@ from torchkv.core.loop.mailbox import ASLEEP, ATTENDED, NAPPING, SEALS_AT, may_r
 from torchkv.core.loop.state.world import World, word_at
 from torchkv.core.posting import world_at
 from torchkv.host.atomics import add, exchange, exchange_if, fence, load, store
-from torchkv.host.futex import call_yield, futex_wait
+from torchkv.host.futex import call_yield, futex_wait, pause
 from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns
 
 __all__ = ["attend", "end_turn", "run", "seals_expected", "take_turn"]
@@ -28,6 +28,7 @@ _PARKED = 20_000_000  # nanoseconds between two looks of the thread at whether a
 _IDLE = 100_000  # nanoseconds without work after which a caller leaves the loop to its thread
 _LITTLE = 1 << 16  # bytes that a caller copies at most in the loop's place before the call returns
 _CROWDED = 20_000  # nanoseconds of a look at nothing after which another thread must have had its core
+_LOOKS = 8  # between two steps that do nothing
 _TAIL, _LOCK, _WANTED, _STOP = (word_at(name) for name in ("command_tail", "lock", "wanted", "stop"))
 _NETWORK, _ROUSED, _NEWS, _ATTENDING = (word_at(name) for name in ("network", "roused", "news", "attending"))
 
@@ -66,6 +67,7 @@ def run(worlds: Sequence[World]) -> None:
         expecting = world["flying"] > 0 or unpacking or (seals > 0 and world["spin"] > 0)
         if now - idle_since < (FLIGHT if expecting else world["spin"]):
             call_yield(world["functions"][YIELD], 0)
+            _look_out(world)
             continue
         nap = _NAP if blocked or (world["unfinished"] > 0 and now - idle_since < _ATTENTIVE) else _SLEEP
         if world["driving"] != 0:
@@ -79,6 +81,19 @@ def run(worlds: Sequence[World]) -> None:
             if load(bell) == 0:  # rung, by somebody who has work for it, or soon will
                 idle_since = 0
         exchange_if(bell, state, 0)
+
+
+@compiled
+def _look_out(world: World) -> None:
+    """Waits for something to come, for less than a microsecond. What kernels or the network have done it does not see.
+
+    So most of the time in which the loop spins is a pause.
+    """
+    for _ in range(_LOOKS):
+        if _has_work(world):
+            break
+        pause()
+        pause()
 
 
 @compiled
