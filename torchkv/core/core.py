@@ -36,8 +36,8 @@ from torchkv.host.jit import at_register
 __all__ = ["Core"]
 
 _SEND, _OP = (list(record.__annotations__) for record in (Send, Op))
-_STATE, _MOVED, _GATED, _SEND_NETWORK, _PROMISE = (
-    _SEND.index(name) for name in ("state", "moved", "gated", "network", "promise")
+_STATE, _MOVED, _GATED, _SEND_NETWORK, _PROMISE, _STAGED = (
+    _SEND.index(name) for name in ("state", "moved", "gated", "network", "promise", "staged")
 )
 _PEER_FLOW, _GENERATION, _PREFIX, _GRANTED, _DST_PAGE, _MAX_SLOT = (
     _SEND.index(name) for name in ("peer_flow", "generation", "prefix", "granted", "dst_page", "max_slot")
@@ -313,6 +313,10 @@ class Core:
         self.runner.told(op=True)
         return index
 
+    def repeat(self, flow: int, checked: Int64Array, copied: Int64Array, start: int, verb: int) -> Repeat:
+        """Of an op that `start_more` has started. checked: the page ids that its caller gave."""
+        return Repeat(flow, checked, copied, start, verb, self._sends[flow, _STAGED])
+
     def start_again(self, repeat: Repeat, positions: Int64Array, pages: Int64Array, gate: Gate) -> int | None:
         """`start_op` of one that differs from ``repeat`` in these, if its caller gave the same ``pages``; else None."""
         if not self._free_ops:
@@ -436,7 +440,7 @@ def warm_up() -> None:
     assert flow is not None
     core.start_op(flow, none[:0], none, 0)
     core.start_more(flow, none[:0], none, none.copy(), 1, 0, NO_GATE)
-    core.start_again(Repeat(flow, none, none, 0, 0), none[:0], none, NO_GATE)
+    core.start_again(core.repeat(flow, none, none, 0, 0), none[:0], none, NO_GATE)
     verb = way, none[:0], none, none.copy(), 1, 0, NO_GATE, 0
     core.meet(*verb, hashes=(0, 0), writers=0, serial=0, begun=0, prefixed=False)
     core.begin(*verb, peer_flow=0, generation=0, granted=none, slot=None, serial=0, begun=0)

@@ -216,6 +216,10 @@ def start_op(
     op = world["ops"][index]
     op["flow"], op["of_state"] = flow, of_state
     op["ids"], op["count"], op["start"] = ids.ctypes.data, len(ids), start
+    send = world["sends"][flow]
+    if staged == 2 and send["promise"] == 0:
+        send["promise"] = 1
+    staged = 1 if staged != 0 or send["staged"] != 0 else 0
     _start(world, index, positions, gate, gate_stream, gate_number, verb, staged)
 
 
@@ -237,10 +241,7 @@ def _start(
     op["gate"], op["gate_stream"], op["gate_number"] = gate, gate_stream, gate_number
     op["posted"] = op["until"] = op["arrived"] = op["mark"] = op["operation"] = 0
     op["pieces"] = op["piece"] = op["spared"] = 0
-    send = world["sends"][op["flow"]]
-    op["verb"], op["staged"] = verb, 1 if staged != 0 or send["staged"] != 0 else 0
-    if staged == 2 and send["promise"] == 0:
-        send["promise"] = 1
+    op["verb"], op["staged"] = verb, staged
     _command(world, START, index)
 
 
@@ -279,7 +280,7 @@ def start_again(
 ) -> bool:
     """Starts an op like one before, for these layers; False if ``given`` are other page ids than it had been given.
 
-    like: address of a `Repeat`.
+    like: address of a `Repeat`. Reads nothing that the loop writes while it copies the ops before this one.
     """
     world, repeat = world_at(address), repeat_at(like)
     compare, nbytes = world["functions"][COMPARE], 8 * repeat["given"]
@@ -288,7 +289,7 @@ def start_again(
     op = world["ops"][index]
     op["flow"], op["of_state"] = repeat["flow"], 0
     op["ids"], op["count"], op["start"] = repeat["ids"], repeat["count"], repeat["start"]
-    _start(world, index, positions, gate, gate_stream, gate_number, repeat["verb"], 0)
+    _start(world, index, positions, gate, gate_stream, gate_number, repeat["verb"], repeat["staged"])
     return True
 
 

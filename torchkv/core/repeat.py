@@ -13,15 +13,17 @@ __all__ = ["Repeat"]
 class Repeat:
     """flow: of its request. checked: the page ids that its caller gave. copied: those of them that are copied.
 
-    start, verb: see `Op`. address: of the record that compiled code reads.
+    start, verb, staged: see `Op`. address: of the record that compiled code reads.
     """
 
     __slots__ = ("_record", "address", "checked", "copied", "flow", "verb")
 
-    def __init__(self, flow: int, checked: Int64Array, copied: Int64Array, start: int, verb: int) -> None:
+    def __init__(self, flow: int, checked: Int64Array, copied: Int64Array, start: int, verb: int, staged: int) -> None:
         self.flow, self.verb = flow, verb
         self.checked, self.copied = checked, copied  # which are read at their addresses
         ids = checked.ctypes.data, len(checked), copied.ctypes.data, len(copied)
-        self._record = np.array((flow, *ids, start, verb), dtype=np.int64)  # in a third of the time of a `REPEAT`
+        self._record = np.array(
+            (flow, *ids, start, verb, staged), dtype=np.int64
+        )  # in a third of the time of a `REPEAT`
         assert self._record.nbytes == REPEAT.itemsize
         self.address = self._record.ctypes.data

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from torchkv.arrays import Int64Array
 from torchkv.core.device import NO_GATE, Gate
 from torchkv.core.loop.limits import MAX_GRANTED
-from torchkv.core.repeat import Repeat
 from torchkv.engine.resident.bound_grants import as_bits, grant_bound_on
 from torchkv.engine.resident.journal import Journal
 from torchkv.engine.resident.routes import Route, Routes
@@ -27,6 +26,7 @@ from torchkv.transfer.peer_connection import PeerConnection
 
 if TYPE_CHECKING:
     from torchkv.core.core import Core
+    from torchkv.core.repeat import Repeat
     from torchkv.engine.resident.notices import OnLoop
 
 __all__ = ["Call", "LatestSend", "Met", "PlainSends"]
@@ -204,7 +204,8 @@ class PlainSends:
             return None
         self._runs(req, op, index, verb)
         called, _, _, checked, _, asked, _ = call
-        return LatestSend(called, asked, from_prompt, op, route, Repeat(flow, checked, copied, op.start, verb))
+        repeat = self._core.repeat(flow, checked, copied, op.start, verb)
+        return LatestSend(called, asked, from_prompt, op, route, repeat)
 
     def again(
         self, req: SenderRequest, last: LatestSend, layers: tuple[int, ...], given: Int64Array, event: Any

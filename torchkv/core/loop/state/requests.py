@@ -41,6 +41,7 @@ class Repeat(TypedDict):
     count: int
     start: int
     verb: int
+    staged: int
 
 
 class Send(TypedDict):
