@@ -30,7 +30,7 @@ from torchkv.group.arguments import HeldLayers, Origin, Pages, Peers, StateSlot
 from torchkv.group.layer_groups import GroupedVerbs
 from torchkv.layout.layout import KVLayout
 from torchkv.pipelining.decoder_layers import GivenLayers, decoder_layers
-from torchkv.pipelining.group_size import Adaptive, Policy
+from torchkv.pipelining.group_size import HANDED_OVER, Adaptive, Estimator, Policy
 from torchkv.pipelining.layer_events import Events, all_of, layer_events
 from torchkv.pipelining.pass_timer import PassTimer
 from torchkv.protocol.actions import ANYBODY
@@ -408,7 +408,8 @@ def _group_size(
         if policy is None:
             known = _learned.setdefault(sending.kv, {})
             if (policy := known.get(sending.targets)) is None:
-                policy = known[sending.targets] = Adaptive()
+                handed_over = HANDED_OVER if sending.verbs.engine.flows is None else 0.0
+                policy = known[sending.targets] = Adaptive(Estimator(handed_over=handed_over))
         size = policy.group_size(tokens=tokens, num_layers=len(order), layer_nbytes=layer_nbytes)
         if policy.learns and measures and ANYBODY not in sending.targets:
             timer = PassTimer(tokens, len(order), sending.kv, sending.verbs.engine, sending.request, sending.targets)

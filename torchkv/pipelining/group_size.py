@@ -21,8 +21,9 @@ WORTHWHILE = 0.1
 SLACK = 1.25
 # Seconds, until they are measured: of a transfer (wake the progress thread, start the copy, flush, attest); of a verb.
 ASSUMED_OVERHEAD, ASSUMED_LAUNCH = 100e-6, 20e-6
-# Seconds that the progress thread holds the GIL for each verb (docs/measurements, 2026-11-22). They delay a thread that
-# enqueues layers on a GPU; a thread that computes outside of Python does not notice.
+# Seconds that the progress thread holds the GIL for each verb where it serves requests, not the resident loop
+# (docs/measurements, 2026-11-22). They delay a thread that enqueues layers on a GPU; a thread that computes outside of
+# Python does not notice.
 HANDED_OVER = 0.7e-3
 HOLDS_UP = 0.8  # a thread that needs this part of a layer's GPU time to enqueue the layer holds up the GPU
 MEMORY = 0.8  # weight of what was known, against one new measurement
@@ -58,6 +59,7 @@ class Timing:
     layer: to compute one layer. transfer: to move one layer's bytes. overhead: per transfer, besides its bytes.
     launch: per verb, added to the computation. drag: added to it for each layer whose bytes move meanwhile. slowdown:
     factor by which bytes take longer beside computation. enqueue: to enqueue one layer on a GPU; 0 without one.
+    handed_over: for which each verb delays the thread that does that, besides ``launch``.
     """
 
     layer: float
@@ -67,6 +69,7 @@ class Timing:
     drag: float = 0.0
     slowdown: float = 1.0
     enqueue: float = 0.0
+    handed_over: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +114,7 @@ def _workers(timing: Timing) -> list[tuple[float, float, float]]:
     """(seconds per layer, per verb, drag) of what computes the layers, and of a thread that enqueues them on a GPU."""
     workers = [(timing.layer, timing.launch, timing.drag)]
     if timing.enqueue:
-        workers.append((timing.enqueue, timing.launch + HANDED_OVER, 0.0))
+        workers.append((timing.enqueue, timing.launch + timing.handed_over, 0.0))
     return workers
 
 
@@ -144,10 +147,14 @@ def _layer_seconds(passes: _Passes, tokens: int) -> float:
 
 
 class Estimator:
-    """Running averages of what passes cost. Not thread-safe. observed: the number of passes."""
+    """Running averages of what passes cost. Not thread-safe. observed: the number of passes.
 
-    def __init__(self) -> None:
+    handed_over: see `Timing`.
+    """
+
+    def __init__(self, *, handed_over: float = 0.0) -> None:
         self.observed = 0
+        self._handed_over = handed_over
         self._layers: dict[int, _Passes] = {}  # by bit length of tokens: passes without verbs, or faster than those
         self._alone = 0  # how many passes had no verbs
         self._beside: deque[tuple[int, float, int]] = deque(maxlen=REMEMBERED)  # others: as _Passes, and _alone then
@@ -177,7 +184,7 @@ class Estimator:
             self._enqueued.append(measured.enqueue)
         if not measured.verbs:
             self._alone += 1
-        elif self._enqueue() < HOLDS_UP * layer:  # else verbs delay the thread, which `HANDED_OVER` covers
+        elif self._enqueue() < HOLDS_UP * layer:  # else verbs delay the thread, which ``launch`` and the next cover
             self._beside.append((tokens, layer, self._alone))
         passes = self._layers.setdefault(tokens.bit_length(), deque(maxlen=REMEMBERED))
         if not measured.verbs or not passes or layer < _layer_seconds(passes, tokens):
@@ -220,6 +227,7 @@ class Estimator:
             drag=self._drag(tokens),
             slowdown=self._slowdown,
             enqueue=self._enqueue(),
+            handed_over=self._handed_over,
         )
 
     def _link(self) -> tuple[float, float]:

@@ -73,6 +73,7 @@ class Group:
         self.tombstones: dict[str, torchkv.KVError] = {}
         self._engine = SimpleNamespace(
             gpu=None,
+            flows=None,
             lock=threading.Lock(),
             group_map=SimpleNamespace(me=SimpleNamespace(num_pages=100), targets=lambda dst, operation: (1,)),
             catch_up=lambda: None,

@@ -17,6 +17,7 @@ import torch
 import torchkv
 from tests.helpers.fakes.model import INPUT, Fixed, Group, Model, Work, hooks, layout
 from torchkv import PeerLost, ProtocolError, TransferCancelled
+from torchkv.pipelining.group_size import HANDED_OVER, Estimator
 from torchkv.pipelining.pass_timer import busy_spans
 
 
@@ -390,6 +391,21 @@ def test_the_default_policy_sends_the_first_pass_once_and_learns(kv: Group, monk
     # What was learned is of this group, and goes with it.
     assert Group(layout()) not in torchkv_learned()
     assert kv in torchkv_learned()
+
+
+@pytest.mark.parametrize(("flows", "handed_over"), [(None, HANDED_OVER), (object(), 0.0)])
+def test_only_python_that_serves_requests_delays_who_enqueues_layers(
+    kv: Group, monkeypatch: pytest.MonkeyPatch, flows: object, handed_over: float
+) -> None:
+    kv._engine.flows = flows
+    made = []
+    monkeypatch.setattr(
+        "torchkv.pipelining.context.Estimator", lambda **given: made.append(given) or Estimator(**given)
+    )
+    for _ in range(2):
+        with torchkv.pipeline(model := Model(), kv, "r", [1], 1):
+            model(INPUT)
+    assert made == [{"handed_over": handed_over}]
 
 
 def torchkv_learned() -> Any:

@@ -31,6 +31,7 @@ timings = st.builds(
     overhead=seconds,
     launch=little,
     enqueue=st.just(0.0) | seconds,
+    handed_over=st.just(0.0) | little,
     drag=little,
 )
 
@@ -45,7 +46,7 @@ def simulated(size: int, num_layers: int, timing: Timing) -> float:
             clock += size * timing.drag  # of the group before
         if (layer + 1) % size == 0 or layer + 1 == num_layers:
             clock += timing.launch
-            thread += timing.launch + HANDED_OVER if timing.enqueue else 0.0
+            thread += timing.launch + timing.handed_over if timing.enqueue else 0.0
             in_group = layer % size + 1
             link_free = max(link_free, clock, thread) + timing.overhead + in_group * timing.transfer
     return link_free
@@ -97,12 +98,13 @@ def test_short_prompts_are_sent_once() -> None:
 
 def test_a_thread_that_holds_up_its_gpu_sends_once_and_one_that_runs_ahead_may_send_often() -> None:
     """Figures of prefills of 256 and 4,096 tokens on GPUs (docs/measurements/2026-11-22-gpu.md)."""
-    short = Timing(layer=0.55e-3, transfer=5e-6, launch=1e-5, enqueue=0.55e-3)
+    short = Timing(layer=0.55e-3, transfer=5e-6, launch=1e-5, enqueue=0.55e-3, handed_over=HANDED_OVER)
     assert best_group_size(32, short) == 32
+    assert best_group_size(32, replace(short, handed_over=0.0)) < 32, "the resident loop delays nobody"
     assert best_group_size(32, replace(short, enqueue=0.5e-3)) < 32, "it is for what a verb costs the thread"
     # However much the thread is held up, what saves more than it costs is done.
     assert best_group_size(32, replace(short, transfer=0.1e-3)) < 32
-    long = Timing(layer=3.2e-3, transfer=24e-6, launch=1e-4, enqueue=0.55e-3, slowdown=6.0)
+    long = Timing(layer=3.2e-3, transfer=24e-6, launch=1e-4, enqueue=0.55e-3, slowdown=6.0, handed_over=HANDED_OVER)
     for size in range(1, 33):
         assert total_seconds(size, 32, long) == total_seconds(size, 32, replace(long, enqueue=0.0))
 
