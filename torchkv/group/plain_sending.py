@@ -129,7 +129,7 @@ class PlainSending(RecordedVerbs):
     ) -> KVWork | None:
         """As `_continue`, in less time, of a verb that is as the latest one was, but for its layers and its event."""
         last: LatestSend = req.latest
-        if last.called != (verb, start, from_prompt):
+        if last.verb != verb or last.start != start or last.from_prompt is not from_prompt:
             return None
         if (given := arguments.plain_pages(pages)) is None:
             return None
@@ -183,11 +183,8 @@ class PlainSending(RecordedVerbs):
                 break
             reqs.append(req)
         begins = len(reqs) < len(ranks) or reqs[0].fresh
-        called = verb, start, from_prompt
         if begins:
             flows.core.rouse()  # to wake it takes as long as this verb
-        elif (again := self._again_to_all(reqs, called, layers, pages, event)) is not None:
-            return again
         if (copyable := arguments.copyable_pages(pages)) is None or not copy_ids(*copyable, num_pages):
             return None
         if event is None and engine.gpu is not None and (event := engine.gpu.try_gate()) is False:
@@ -207,39 +204,12 @@ class PlainSending(RecordedVerbs):
             source = SourcePages(ids, event, self.forced_path)
             ops = [SendOp(request, rank, {}, layers, start, len(ids), work, source) for rank in ranks]
             if not begins:
-                if not self._start_all(reqs, ops):
-                    return None
-                flows.plain.remember(reqs, ops, called, copyable[1])
-                return work
+                return work if self._start_all(reqs, ops) else None
             begun = self._begin_all(cast(list[BoundGrant], grants), reqs, ops)
             wake = engine.exchange.has_actions
         if wake:
             self._wake()
         return work if begun else None
-
-    def _again_to_all(
-        self,
-        reqs: list[SenderRequest],
-        called: tuple[str, int, bool],
-        layers: tuple[int, ...],
-        pages: Pages,
-        event: Any,
-    ) -> KVWork | None:
-        """As `_again`, of a verb to several ranks, if all of them had the latest one. called: see `LatestSend`."""
-        lasts: list[LatestSend] = [req.latest for req in reqs if req.latest is not None]
-        if len(lasts) < len(reqs):
-            return None
-        checked = lasts[0].repeat.checked
-        if any(last.called != called or last.repeat.checked is not checked for last in lasts):
-            return None
-        if (given := arguments.plain_pages(pages)) is None:
-            return None
-        engine, flows = self.engine, self.engine.flows
-        assert flows is not None
-        if event is None and engine.gpu is not None and (event := engine.gpu.try_gate()) is False:
-            return None
-        with engine.lock:
-            return flows.plain.again_to_all(reqs, lasts, layers, given, event)
 
     def _waiting(self, request: str, ranks: tuple[int, ...], reqs: list[SenderRequest]) -> list[BoundGrant | None]:
         """Of each rank the grant under which its request can begin on the loop now. Under the lock.

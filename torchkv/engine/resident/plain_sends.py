@@ -41,11 +41,13 @@ Met = tuple[BoundGrant, int, int, Route]
 class LatestSend:
     """How the latest verb of a request went: one that differs in its layers and its event alone takes less time.
 
-    called: the verb, its start, and whether that counts from the prompt. op: of its pages behind the prefix, as it went
-    by ``route``. repeat: as the loop knows it.
+    verb, start, from_prompt: as it was called. op: of its pages behind the prefix, as it went by ``route``. repeat: as
+    the loop knows it.
     """
 
-    called: tuple[str, int, bool]
+    verb: str
+    start: int
+    from_prompt: bool
     op: SendOp
     route: Route
     repeat: Repeat
@@ -202,8 +204,9 @@ class PlainSends:
         if index is None:
             return None
         self._runs(req, op, index, verb)
-        repeat = self._core.repeat(flow, call[3], copied, op.start, verb)
-        return LatestSend((call[0], call[5], from_prompt), op, route, repeat)
+        called, _, _, checked, _, asked, _ = call
+        repeat = self._core.repeat(flow, checked, copied, op.start, verb)
+        return LatestSend(called, asked, from_prompt, op, route, repeat)
 
     def again(
         self, req: SenderRequest, last: LatestSend, layers: tuple[int, ...], given: Int64Array, event: Any
@@ -213,66 +216,21 @@ class PlainSends:
         given: the page ids as the caller gave them. None, and nothing is done, also if they are others. Most verbs are
         done here, so the loop has its command first, and the records of it are made while it works.
         """
-        route, repeat, work = last.route, last.repeat, last.op.work
+        latest, route, repeat = last.op, last.route, last.repeat
         if req.flow != repeat.flow or (gate := self._gate(req, route, event)) is None:
             return None
         index = self._core.start_again(repeat, route.positions[layers], given, gate)
         if index is None:
             return None
-        work = KVWork(work._operation, work._sync_words, work._loop, 1)
-        self._goes_again(req, last, index, layers, event, work)
-        return work
-
-    def again_to_all(
-        self,
-        reqs: list[SenderRequest],
-        lasts: list[LatestSend],
-        layers: tuple[int, ...],
-        given: Int64Array,
-        event: Any,
-    ) -> KVWork | None:
-        """As `again`, of the latest verb of several requests, which had the same page ids. All of them, or none."""
-        gates = []
-        for req, last in zip(reqs, lasts, strict=True):
-            if req.flow != last.repeat.flow or (gate := self._gate(req, last.route, event)) is None:
-                return None
-            gates.append(gate)
-        if not self._core.has_ops(len(reqs)):
-            return None
-        work = lasts[0].op.work
-        work = KVWork(work._operation, work._sync_words, work._loop, len(reqs))
-        for req, last, gate in zip(reqs, lasts, gates, strict=True):
-            index = self._core.start_again(last.repeat, last.route.positions[layers], given, gate)
-            if index is None:
-                assert req is reqs[0]
-                return None
-            self._goes_again(req, last, index, layers, event, work)
-            given = last.repeat.checked  # as all others have them; the caller may have other threads
-        return work
-
-    def _goes_again(
-        self, req: SenderRequest, last: LatestSend, index: int, layers: tuple[int, ...], event: Any, work: KVWork
-    ) -> None:
-        """An op like the latest one is on the loop. work: of it, and of others."""
-        latest = last.op
-        source: SourcePages = latest.source_pages
+        source = latest.source_pages
         if event is not source.event:
             source = SourcePages(source.pages, event, source.path)
+        work = KVWork(latest.work._operation, latest.work._sync_words, latest.work._loop, 1)
         op = SendOp(latest.request, latest.dst, {}, layers, latest.start, latest.num_pages, work, source)
         op.verb = latest.verb
-        self._runs(req, op, index, last.repeat.verb)
+        self._runs(req, op, index, repeat.verb)
         req.add_sent(op)
-
-    def remember(
-        self, reqs: list[SenderRequest], ops: list[SendOp], called: tuple[str, int, bool], checked: Int64Array
-    ) -> None:
-        """These ops, which `start_several` has started, are their requests' latest ones. checked: see `start_more`."""
-        for req, op in zip(reqs, ops, strict=True):
-            assert req.flow is not None
-            assert req.grant is not None
-            route = self._routes.known[req.dst, id(req.grant.plan)]
-            repeat = self._core.repeat(req.flow, checked, op.source_pages.pages, op.start, 0)
-            req.latest = LatestSend(called, op, route, repeat)
+        return work
 
     def start_several(self, reqs: list[SenderRequest], ops: list[SendOp]) -> bool:
         """As `start_more`, of several ops at once, whose page ids are checked, or of states. All of them, or none."""
