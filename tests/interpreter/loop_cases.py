@@ -37,7 +37,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, int
         given["errors"] = ctypes.addressof(errors)
         word, number = ctypes.c_int64.from_address(given["completion"]), given["number"]
         assert word.value == number - 1
-        kernel.kernel[(blocks,)](*given.values(), *kernel.constants)
+        kernel.launch(blocks, tuple(given.values()))
         assert (list(tickets), errors.value, word.value) == ([0, 0], 0, number)
         constants = dict(zip(kernel.kernel.arg_names[len(given) :], kernel.constants, strict=True))
         found[kernel.kernel.fn.__name__, constants["MODE"], constants["STEPS"]] += 1

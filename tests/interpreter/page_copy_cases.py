@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +26,7 @@ from torchkv.arrays import Int64Array
 from torchkv.errors import ProtocolError
 from torchkv.kernels import copies
 from torchkv.kernels import launch as kernel_launch
+from torchkv.kernels.compiled import CompiledKernel
 from torchkv.kernels.launch import Tile
 from torchkv.layout import kernel_geometry
 from torchkv.layout.kernel_geometry import Geometry, PageAddressing
@@ -528,3 +533,24 @@ def test_wrong_arguments_are_refused() -> None:
         with pytest.raises(ProtocolError, match="stage"):
             copies.gather(jobs, src, MemorySpan.of(bad))
     pools.check()
+
+
+@triton.jit
+def move(number: tl.int32, src: tl.int64, dst: tl.int64) -> None:
+    value = tl.load(src.to(tl.pointer_type(tl.int64)))
+    tl.store(dst.to(tl.pointer_type(tl.int64)), value + (number << 4))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="only there the kernel can be asked for a low address")
+def test_addresses_below_two_gigabytes_are_addresses_and_numbers_have_their_declared_width() -> None:
+    """Where the heap of some builds of Python lies. In a compiled kernel widths do not depend on values either."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    anywhere_below, anonymous = 0x40, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    low = libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE, anonymous | anywhere_below, -1, 0)
+    assert 0 < low < 1 << 31
+    words = np.frombuffer((ctypes.c_int64 * 2).from_address(low), dtype=np.int64)
+    words[:] = 7, -1
+    CompiledKernel(move, 3, (), 4).launch(1, (1 << 28, low, low + 8))
+    assert words.tolist() == [7, 7], "the number is shifted out of its 32 bits"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import struct
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
+import triton.language as tl
 
 from torchkv.cuda import driver
 from torchkv.errors import TransportUnavailable
@@ -68,13 +71,29 @@ class CompiledKernel(NamedTuple):
         integers: the values of the runtime parameters.
         """
         if not self._is_compiled:
-            self.kernel[(blocks,)](*integers, *self.constants, num_warps=self.warps)
+            self.kernel[(blocks,)](*self._typed(integers), *self.constants, num_warps=self.warps)
             return
         # Triton's dispatcher inspects the type of each argument, which takes longer than copying a layer.
         loaded = self._load()
         stream = torch.cuda.current_stream().cuda_stream
         params = loaded.params.pack(*integers)
         driver.launch(loaded.function, blocks, self.warps * WARP, shared=loaded.shared, stream=stream, params=params)
+
+    def _typed(self, integers: tuple[int, ...]) -> list[Any]:
+        """Arguments for Triton's interpreter, of the types that the kernel declares.
+
+        Left to itself it goes by values, and cannot make a pointer of an address below 2**31, where the heap of some
+        builds of Python lies.
+        """
+        from triton.runtime.interpreter import TensorHandle
+
+        declared = list(inspect.signature(self.kernel.fn).parameters.values())[: self.num_integers]
+        typed = []
+        for value, parameter in zip(integers, declared, strict=True):
+            name = str(parameter.annotation).removeprefix("tl.")
+            kind = getattr(tl, name)
+            typed.append(tl.tensor(TensorHandle(np.array([value], dtype=name), kind), kind))
+        return typed
 
     @property
     def _is_compiled(self) -> bool:
