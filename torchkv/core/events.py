@@ -42,7 +42,7 @@ class Events:
 
     def __init__(self, runner: Runner, ranks: Mapping[int, int]) -> None:
         self._words = runner.words
-        # A view in which Python reads words faster than in records, and faster in a memoryview than in an array.
+        # Views in which Python reads words faster than in records, and faster in a memoryview than in an array.
         events = runner.memory["events"].view(np.int64).reshape(MAX_EVENTS, -1)
         self._kinds, self._indices, self._events = events[:, 0].data, events[:, 1].data, events.data
         self._ranks = ranks

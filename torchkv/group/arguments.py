@@ -95,13 +95,9 @@ def as_pages(pages: Pages, *, num_pages: int, operation: str) -> Int64Array:
 
 def plain_pages(pages: Pages) -> Int64Array | None:
     """Page ids that lie in host memory as `as_pages` needs them: the same memory as an array. None for all others."""
-    if type(pages) is not np.ndarray:
-        if type(pages) is not torch.Tensor or pages.dtype is not torch.int64:
-            return None
-        if not pages.is_cpu or pages.layout is not torch.strided:
-            return None
+    if type(pages) is torch.Tensor and pages.dtype is torch.int64 and pages.is_cpu and pages.layout is torch.strided:
         pages = pages.numpy()
-    if pages.dtype is not _INT64 or pages.ndim != 1 or len(pages) > MAX_PAGES:
+    if type(pages) is not np.ndarray or pages.dtype is not _INT64 or pages.ndim != 1 or len(pages) > MAX_PAGES:
         return None
     return pages if pages.flags.carray else None  # type: ignore[return-value]  # just checked
 

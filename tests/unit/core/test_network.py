@@ -12,12 +12,11 @@ import torch
 from torchkv_loopback import Faults
 from torchkv_loopback.channel import LoopbackChannel
 
-from tests.helpers.notices import ended_ops, kinds
-
 pytest.importorskip("triton", reason="the fake GPU knows its kernels by their parameters, which Triton tells")
 
 from tests.helpers.apart import LAYERS, PAGES, TAGS, Apart
 from tests.helpers.fakes.loop_gpu import BAD_ADDRESS, FakeEvent, LoopGpu
+from tests.helpers.notices import ended_ops, kinds
 from torchkv.bench.scale.loops import PAGE, TOKENS
 from torchkv.core.loop import network
 from torchkv.core.loop.codes import BROKEN, CUT, GRANT, OP_DONE, RECEIVED, SEAL, SENT, STRAY, VERDICT, WRITTEN

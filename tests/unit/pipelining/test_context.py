@@ -399,9 +399,12 @@ def test_only_python_that_serves_requests_delays_who_enqueues_layers(
 ) -> None:
     kv._engine.flows = flows
     made = []
-    monkeypatch.setattr(
-        "torchkv.pipelining.context.Estimator", lambda **given: made.append(given) or Estimator(**given)
-    )
+
+    def making(**given: float) -> Estimator:
+        made.append(given)
+        return Estimator(**given)
+
+    monkeypatch.setattr("torchkv.pipelining.context.Estimator", making)
     for _ in range(2):
         with torchkv.pipeline(model := Model(), kv, "r", [1], 1):
             model(INPUT)

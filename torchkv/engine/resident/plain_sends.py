@@ -68,7 +68,6 @@ class PlainSends:
         num_pages: int,
     ) -> None:
         self._core = core
-        self._on_gpu = core.device is not None
         self._held = held
         self._ops = held.ops
         self._group_map = group_map
@@ -263,7 +262,7 @@ class PlainSends:
 
     def _gate(self, req: SenderRequest, route: Route, event: Any) -> Gate | None:
         """The gate of one more op of a request, if the request and its route still take any."""
-        if req.finish is not None or req.loop_promised or (self._on_gpu and self._core.broken):
+        if req.finish is not None or req.loop_promised or self._core.broken:
             return None
         if route.connection is not self._connections.get(req.dst) or not route.usable:
             return None

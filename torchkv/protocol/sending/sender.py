@@ -333,11 +333,8 @@ class Sender:
         if trace.isEnabledFor(logging.DEBUG):
             for op, moved in zip(ops, nbytes, strict=True):
                 trace.debug("request %r to rank %d: layers %s copied, %d bytes", req.request, req.dst, op.layers, moved)
-        if len(ops) == len(req.running):
-            req.running.clear()
-        else:
-            for op in ops:
-                del req.running[op]
+        for op in ops:
+            del req.running[op]
         self.actions.append(SettleCopied([op.work for op in ops], nbytes, path))
         self.counts.moved(req.dst, path, sum(nbytes))
         if req.finish is not None and not req.running:
