@@ -15,7 +15,7 @@ from torchkv.core.loop.mailbox import ring
 from torchkv.core.loop.state.world import word_at
 from torchkv.core.posting import world_at
 from torchkv.host.atomics import add, exchange, load, store
-from torchkv.host.futex import call_yield, futex_wait, pause
+from torchkv.host.futex import call_yield, futex_wait, look_at
 from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "wake_waiters",
 ]
 
-_LOOKS = 8  # between two looks at the clock
 _LOCK, _WANTED, _NEWS, _STOP = (word_at(name) for name in ("lock", "wanted", "news", "stop"))
 _FLYING, _SEALS, _ROUSED = word_at("flying"), word_at("seals"), word_at("roused")
 _SLEEPERS, _ATTENDING = word_at("sleepers"), word_at("attending")
@@ -137,11 +136,7 @@ def spin_for_news(address: int, seen: int, nanoseconds: int) -> bool:
         if now - since >= spin or now - began >= limit:
             break
         call_yield(world["functions"][YIELD], 0)
-        for _ in range(_LOOKS):
-            if load(news) != seen:
-                break
-            pause()
-            pause()
+        look_at(news, seen)
     return bool(load(news) != seen)
 
 

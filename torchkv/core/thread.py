@@ -13,7 +13,7 @@ from torchkv.core.loop.mailbox import ASLEEP, ATTENDED, NAPPING, SEALS_AT, may_r
 from torchkv.core.loop.state.world import World, word_at
 from torchkv.core.posting import world_at
 from torchkv.host.atomics import add, exchange, exchange_if, fence, load, store
-from torchkv.host.futex import call_yield, futex_wait, pause
+from torchkv.host.futex import LOOKS, call_yield, futex_wait, pause
 from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns
 
 __all__ = ["attend", "end_turn", "run", "seals_expected", "take_turn"]
@@ -28,7 +28,6 @@ _PARKED = 20_000_000  # nanoseconds between two looks of the thread at whether a
 _IDLE = 100_000  # nanoseconds without work after which a caller leaves the loop to its thread
 _LITTLE = 1 << 16  # bytes that a caller copies at most in the loop's place before the call returns
 _CROWDED = 20_000  # nanoseconds of a look at nothing after which another thread must have had its core
-_LOOKS = 8  # between two steps that do nothing
 _TAIL, _LOCK, _WANTED, _STOP = (word_at(name) for name in ("command_tail", "lock", "wanted", "stop"))
 _NETWORK, _ROUSED, _NEWS, _ATTENDING = (word_at(name) for name in ("network", "roused", "news", "attending"))
 
@@ -85,11 +84,8 @@ def run(worlds: Sequence[World]) -> None:
 
 @compiled
 def _look_out(world: World) -> None:
-    """Waits for something to come, for less than a microsecond. What kernels or the network have done it does not see.
-
-    So most of the time in which the loop spins is a pause.
-    """
-    for _ in range(_LOOKS):
+    """As `look_at`, for whatever comes. What kernels or the network have done it does not see."""
+    for _ in range(LOOKS):
         if _has_work(world):
             break
         pause()

@@ -12,9 +12,12 @@ import numba
 from llvmlite import ir
 
 from torchkv.arrays import Int64Array
+from torchkv.host.atomics import load
 from torchkv.host.jit import c_function, compiled, primitive
 
-__all__ = ["call_yield", "futex_wait", "futex_wake", "pause"]
+__all__ = ["LOOKS", "call_yield", "futex_wait", "futex_wake", "look_at", "pause"]
+
+LOOKS = 8  # of a thread that spins, with pauses between them, before it looks at the clock again
 
 _WAIT, _WAKE, _EVERYBODY = 0, 1, 1 << 30
 # The instruction for loops that wait, and its arguments.
@@ -40,6 +43,16 @@ def _emit_pause(builder: Any) -> Any:
 # turn, also where a virtual machine shows none of it: whoever looks at words again and again without a pause takes half
 # of the speed of the thread beside it, which may be the caller's.
 pause = (lambda: 0) if numba.config.DISABLE_JIT else primitive(0, _emit_pause)
+
+
+@compiled
+def look_at(address: int, seen: int) -> None:
+    """Waits until the word is no longer ``seen``, for less than a microsecond, most of which is pauses."""
+    for _ in range(LOOKS):
+        if load(address) != seen:
+            break
+        pause()
+        pause()
 
 
 @compiled

@@ -28,7 +28,7 @@ from torchkv.core.loop.stripes import conversion, sizes
 from torchkv.host.atomics import exchange_if, fence, load, store
 from torchkv.host.convert_loops import convert_at
 from torchkv.host.copy_loops import pairs_at, spans_at
-from torchkv.host.futex import call_yield, futex_wait, futex_wake, pause
+from torchkv.host.futex import call_yield, futex_wait, futex_wake, look_at
 from torchkv.host.jit import compiled, monotonic_ns
 
 __all__ = [
@@ -45,7 +45,6 @@ __all__ = [
 ]
 
 _SPIN = 30_000  # nanoseconds after a chunk
-_LOOKS = 8  # between two looks at the clock
 _ATTENTIVE = 1_000_000  # the same while an op goes on: the loop soon comes with its next slice
 _SLEEP = 500_000_000  # nanoseconds
 _NONE_LEFT = 0xFFFF  # in place of a chunk; a job has fewer
@@ -232,11 +231,7 @@ def run_copier(world: World, number: int) -> None:
         busy = load(address + _HEAD) != load(address + _TAIL)
         if now - idle_since < (_ATTENTIVE if busy else _SPIN):
             call_yield(world["functions"][YIELD], 0)
-            for _ in range(_LOOKS):
-                if load(address + _CALLED) != called:
-                    break
-                pause()
-                pause()
+            look_at(address + _CALLED, called)
             continue
         store(line + _ASLEEP, 1)
         fence()
