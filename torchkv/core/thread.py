@@ -12,8 +12,8 @@ from torchkv.core.loop.loop import step
 from torchkv.core.loop.mailbox import ASLEEP, ATTENDED, NAPPING, SEALS_AT, may_run, ring, waiting
 from torchkv.core.loop.state.world import World, word_at
 from torchkv.core.posting import world_at
-from torchkv.host.atomics import add, exchange, exchange_if, fence, load, store
-from torchkv.host.futex import LOOKS, call_yield, futex_wait, pause
+from torchkv.host.atomics import LOOKS, add, exchange, exchange_if, fence, load, pause, store
+from torchkv.host.futex import call_yield, futex_wait
 from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns
 
 __all__ = ["attend", "end_turn", "run", "seals_expected", "take_turn"]

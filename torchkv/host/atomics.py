@@ -1,4 +1,4 @@
-"""Words of memory that several threads or processes read and write, for compiled code.
+"""Words of memory that several threads or processes read and write, and spin on, for compiled code.
 
 LLVM moves and hoists plain loads and stores, so every word that somebody else writes goes through these. A word is a
 signed 64-bit integer at an address that is a multiple of 8. With ``NUMBA_DISABLE_JIT=1`` the same functions run in
@@ -8,16 +8,24 @@ plain Python, for debuggers and coverage; then only one thread may use a word.
 from __future__ import annotations
 
 import ctypes
+import platform
 from collections.abc import Callable
 from typing import Any
 
 import numba
 from llvmlite import ir
 
-from torchkv.host.jit import primitive
+from torchkv.host.jit import compiled, primitive
 
-__all__ = ["add", "copy_bytes", "exchange", "exchange_if", "fence", "load", "store"]
+__all__ = ["LOOKS", "add", "copy_bytes", "exchange", "exchange_if", "fence", "load", "look_at", "pause", "store"]
 
+LOOKS = 8  # of a thread that spins, with pauses between them, before it looks at the clock again
+
+# The instruction for loops that wait, and its arguments.
+_PAUSES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "x86_64": ("llvm.x86.sse2.pause", ()),
+    "aarch64": ("llvm.aarch64.hint", (1,)),
+}
 _WORD = ir.IntType(64)
 _BYTE_POINTER = ir.IntType(8).as_pointer()
 
@@ -77,6 +85,15 @@ def _emit_copy(builder: Any, dst: Any, src: Any, nbytes: Any) -> Any:
     return builder.call(function, [*pointers, nbytes, volatile])
 
 
+def _emit_pause(builder: Any) -> Any:
+    if platform.machine() not in _PAUSES:
+        return ir.Constant(ir.IntType(64), 0)
+    name, arguments = _PAUSES[platform.machine()]
+    kinds = [ir.IntType(32)] * len(arguments)
+    function = builder.module.declare_intrinsic(name, (), ir.FunctionType(ir.VoidType(), kinds))
+    return builder.call(function, [ir.Constant(ir.IntType(32), value) for value in arguments])
+
+
 # load(address): what was written before the `store` that made this value is visible afterwards (acquire).
 load = _primitive(
     1, lambda b, address: b.load_atomic(_at(b, address), "acquire", 8, typ=_WORD), lambda address: _word(address).value
@@ -95,3 +112,17 @@ exchange_if = _primitive(3, _emit_exchange_if, _plain_exchange_if)
 fence = _primitive(0, lambda b: b.fence("seq_cst"), lambda: 0)
 # copy_bytes(dst, src, nbytes): plain memory, which must not overlap.
 copy_bytes = _primitive(3, _emit_copy, _plain_copy)
+# pause(): does nothing for some ten to fifty nanoseconds. Two cores of a machine are often one that runs two threads in
+# turn, also where a virtual machine shows none of it: whoever looks at words again and again without a pause takes half
+# of the speed of the thread beside it, which may be the caller's.
+pause = _primitive(0, _emit_pause, lambda: 0)
+
+
+@compiled
+def look_at(address: int, seen: int) -> None:
+    """Waits until the word is no longer ``seen``, for less than a microsecond, most of which is pauses."""
+    for _ in range(LOOKS):
+        if load(address) != seen:
+            break
+        pause()
+        pause()

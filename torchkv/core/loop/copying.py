@@ -25,10 +25,10 @@ from torchkv.core.loop.limits import MAX_OPS
 from torchkv.core.loop.state.copying import Job
 from torchkv.core.loop.state.world import COPIER_NBYTES, World, copier_word_at, job_word_at, word_at
 from torchkv.core.loop.stripes import conversion, sizes
-from torchkv.host.atomics import exchange_if, fence, load, store
+from torchkv.host.atomics import exchange_if, fence, load, look_at, store
 from torchkv.host.convert_loops import convert_at
 from torchkv.host.copy_loops import pairs_at, spans_at
-from torchkv.host.futex import call_yield, futex_wait, futex_wake, look_at
+from torchkv.host.futex import call_yield, futex_wait, futex_wake
 from torchkv.host.jit import compiled, monotonic_ns
 
 __all__ = [
