@@ -185,6 +185,8 @@ class PlainSending(RecordedVerbs):
         begins = len(reqs) < len(ranks) or reqs[0].fresh
         if begins:
             flows.core.rouse()  # to wake it takes as long as this verb
+        elif (work := self._again_all(reqs, verb, layers, pages, start, event, from_prompt)) is not None:
+            return work
         if (copyable := arguments.copyable_pages(pages)) is None or not copy_ids(*copyable, num_pages):
             return None
         if event is None and engine.gpu is not None and (event := engine.gpu.try_gate()) is False:
@@ -197,19 +199,49 @@ class PlainSending(RecordedVerbs):
             for other in grants:
                 if other is None or other.prefix_tokens != grant.prefix_tokens:
                     return None
+            first, sent = start, ids
             if from_prompt and grant.prefix_tokens:
-                start, _, held = behind(grant, start, len(ids), from_prompt=True)
-                ids = ids[held:]
+                first, _, held = behind(grant, start, len(ids), from_prompt=True)
+                sent = ids[held:]
             work = KVWork(f"{verb}({request!r})", self._sync_words, self._loop, len(ranks))
-            source = SourcePages(ids, event, self.forced_path)
-            ops = [SendOp(request, rank, {}, layers, start, len(ids), work, source) for rank in ranks]
+            source = SourcePages(sent, event, self.forced_path)
+            ops = [SendOp(request, rank, {}, layers, first, len(sent), work, source) for rank in ranks]
             if not begins:
-                return work if self._start_all(reqs, ops) else None
+                if not self._start_all(reqs, ops):
+                    return None
+                flows.plain.remember(reqs, ops, verb, start, ids, from_prompt)
+                return work
             begun = self._begin_all(cast(list[BoundGrant], grants), reqs, ops)
             wake = engine.exchange.has_actions
         if wake:
             self._wake()
         return work if begun else None
+
+    def _again_all(
+        self,
+        reqs: list[SenderRequest],
+        verb: str,
+        layers: tuple[int, ...],
+        pages: Pages,
+        start: int,
+        event: Any,
+        from_prompt: bool,
+    ) -> KVWork | None:
+        """As `_again`, to several receivers, all of whose latest verb was one and the same."""
+        last: LatestSend | None = reqs[0].latest
+        if last is None or last.verb != verb or last.start != start or last.from_prompt is not from_prompt:
+            return None
+        for req in reqs:
+            if req.latest is None or req.latest.op.work is not last.op.work:
+                return None
+        if (given := arguments.plain_pages(pages)) is None:
+            return None
+        engine, flows = self.engine, self.engine.flows
+        assert flows is not None
+        if event is None and engine.gpu is not None and (event := engine.gpu.try_gate()) is False:
+            return None
+        with engine.lock:
+            return flows.plain.again_all(reqs, layers, given, event)
 
     def _waiting(self, request: str, ranks: tuple[int, ...], reqs: list[SenderRequest]) -> list[BoundGrant | None]:
         """Of each rank the grant under which its request can begin on the loop now. Under the lock.

@@ -238,16 +238,17 @@ class Notices:
             log.warning("rank %d ignored a grant of rank %d: %s", self.core.rank, source, error)
 
     def _on_ops_done(self, indices: list[int], now: float) -> None:
-        """Ops have ended. Those of one request that follow each other on one path count together."""
-        owners = [self._ops.pop(index) for index in indices]
-        first = 0
-        while first < len(owners):
-            req, op = owners[first]
-            path, last = path_of(req, op), first + 1
-            while last < len(owners) and owners[last][0] is req and path_of(*owners[last]) == path:
-                last += 1
-            self._count(req, indices[first:last], [op for _, op in owners[first:last]], path, now)
-            first = last
+        """Ops have ended. Those of one request on one path count together."""
+        groups: dict[tuple[SenderRequest, str], tuple[list[int], list[SendOp]]] = {}
+        for index in indices:
+            req, op = self._ops.pop(index)
+            key = req, path_of(req, op)
+            if (group := groups.get(key)) is None:
+                group = groups[key] = ([], [])
+            group[0].append(index)
+            group[1].append(op)
+        for (req, path), (ended, ops) in groups.items():
+            self._count(req, ended, ops, path, now)
 
     def _count(self, req: SenderRequest, indices: list[int], ops: list[SendOp], path: str, now: float) -> None:
         """These ops of a request have ended. path: of all of them."""

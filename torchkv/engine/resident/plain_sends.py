@@ -231,6 +231,56 @@ class PlainSends:
         req.add_sent(op)
         return work
 
+    def again_all(
+        self, reqs: list[SenderRequest], layers: tuple[int, ...], given: Int64Array, event: Any
+    ) -> KVWork | None:
+        """As `again`, of one verb to several receivers, whose latest one was one verb, too: all of its ops, or none."""
+        gates = []
+        for req in reqs:
+            last: LatestSend = req.latest
+            if req.flow != last.repeat.flow or (gate := self._gate(req, last.route, event)) is None:
+                return None
+            gates.append(gate)
+        if not self._core.has_ops(len(reqs)):
+            return None
+        last = reqs[0].latest
+        latest, repeat, source = last.op, last.repeat, last.op.source_pages
+        index = self._core.start_again(repeat, last.route.positions[layers], given, gates[0])
+        if index is None:
+            return None
+        indices = [index]
+        for req, gate in zip(reqs[1:], gates[1:], strict=True):
+            # Of the pages that were compared just now: the caller's array may be written to by another thread.
+            last = req.latest
+            index = self._core.start_op(
+                last.repeat.flow, last.route.positions[layers], source.pages, latest.start, gate
+            )
+            assert index is not None
+            indices.append(index)
+        if event is not source.event:
+            source = SourcePages(source.pages, event, source.path)
+        work = KVWork(latest.work._operation, latest.work._sync_words, latest.work._loop, len(reqs))
+        for req, index in zip(reqs, indices, strict=True):
+            op = SendOp(req.request, req.dst, {}, layers, latest.start, latest.num_pages, work, source)
+            self._runs(req, op, index, 0)
+            req.add_sent(op)
+        return work
+
+    def remember(
+        self, reqs: list[SenderRequest], ops: list[SendOp], verb: str, start: int, given: Int64Array, from_prompt: bool
+    ) -> None:
+        """For `again_all`: one verb of several ops that `start_several` has started. verb, start: as it was called.
+
+        given: its page ids as its caller gave them. from_prompt: see `meet`.
+        """
+        for req, op in zip(reqs, ops, strict=True):
+            grant, flow = req.grant, req.flow
+            assert grant is not None
+            assert flow is not None
+            route = self._routes.known[req.dst, id(grant.plan)]
+            repeat = self._core.repeat(flow, given, op.source_pages.pages, op.start, 0)
+            req.latest = LatestSend(verb, start, from_prompt, op, route, repeat)
+
     def start_several(self, reqs: list[SenderRequest], ops: list[SendOp]) -> bool:
         """As `start_more`, of several ops at once, whose page ids are checked, or of states. All of them, or none."""
         ways = [self._more(req, op) for req, op in zip(reqs, ops, strict=True)]
