@@ -13,7 +13,7 @@ from torchkv.group.verbs import Verbs
 __all__ = ["forbid_the_general_way", "leave_the_straight_way"]
 
 
-STRAIGHT_WAYS = ("_send_plain", "_send_states_plain", "_finish_plain", "_recv_plain")
+STRAIGHT_WAYS = ("_send_plain", "_send_states_plain", "_finish_plain", "_recv_plain", "granted_plain", "prefix_of")
 WAYS = ("_send_any", "_send_states", "_finish", "_recv_pages")
 
 

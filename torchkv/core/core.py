@@ -22,12 +22,11 @@ from torchkv.core.loop.limits import (
 )
 from torchkv.core.loop.state.peers import Peer
 from torchkv.core.loop.state.requests import Op, Send
-from torchkv.core.loop.state.world import word_at
+from torchkv.core.loop.state.world import REPEAT, word_at
 from torchkv.core.news import News
 from torchkv.core.operations import Operations
 from torchkv.core.peers import LoopPeers, NetworkLane
 from torchkv.core.receives import Receives, Source, with_slot
-from torchkv.core.repeat import Repeat
 from torchkv.core.runner import Runner
 from torchkv.core.thread import attend, end_turn, run, take_turn
 from torchkv.core.way import Way
@@ -36,8 +35,8 @@ from torchkv.host.jit import at_register
 __all__ = ["Core"]
 
 _SEND, _OP = (list(record.__annotations__) for record in (Send, Op))
-_STATE, _MOVED, _GATED, _SEND_NETWORK, _PROMISE, _STAGED = (
-    _SEND.index(name) for name in ("state", "moved", "gated", "network", "promise", "staged")
+_STATE, _MOVED, _GATED, _SEND_NETWORK, _PROMISE = (
+    _SEND.index(name) for name in ("state", "moved", "gated", "network", "promise")
 )
 _PEER_FLOW, _GENERATION, _PREFIX, _GRANTED, _DST_PAGE, _MAX_SLOT = (
     _SEND.index(name) for name in ("peer_flow", "generation", "prefix", "granted", "dst_page", "max_slot")
@@ -82,6 +81,10 @@ class Core:
         # What the loop reads at addresses that it was given.
         self._kept_sends: list[list[Any]] = [[] for _ in range(MAX_FLOWS)]
         self._kept_ops: list[Any] = [None] * MAX_OPS
+        # By flow: the latest op that may be started again, and its page ids, as its caller gave them and as they go.
+        self._repeats = np.zeros(MAX_FLOWS, REPEAT)
+        self._repeats_at = self._repeats.ctypes.data
+        self._kept_repeats: list[Any] = [None] * MAX_FLOWS
 
     def close(self) -> None:
         """Ends the thread and unmaps the peers' mailboxes."""
@@ -170,6 +173,22 @@ class Core:
         self.runner.told()
         return flow
 
+    def bind(self, way: Way, *, hashes: tuple[int, int], writers: int, serial: int = 0, begun: int = 0) -> int | None:
+        """A flow for a request whose grant is there, also behind a prefix, and no event has told of it: see `bound`.
+
+        hashes, writers, serial, begun: see `wait_for_grant`. None, and nothing is done, if there is no such grant,
+        anything speaks against it, or all flows are in use.
+        """
+        if not self._free_sends:
+            return None
+        flow = self._free_sends[-1]
+        send = flow, way.address, self._network(way), serial, begun, *hashes, writers, -1, True
+        if not posting.bind(self._address, *send):
+            return None
+        self._free_sends.pop()
+        self._kept_sends[flow] = [way]
+        return flow
+
     def meet(
         self,
         way: Way,
@@ -187,10 +206,9 @@ class Core:
         begun: int,
         prefixed: bool,
     ) -> tuple[int, int] | None:
-        """`wait_for_grant` and `start_more` in one, if the grant is there and no event has told of it: see `bound`.
+        """`bind` and `start_more` in one. The flow and the index of the op. None also if all of these are in use.
 
-        prefixed: whether the grant may be behind a prefix. The flow and the index of the op. None, and nothing is done,
-        if there is no such grant, or anything speaks against it.
+        prefixed: whether the grant may be behind a prefix.
         """
         if not self.has_room():
             return None
@@ -300,41 +318,56 @@ class Core:
         start: int,
         gate: Gate,
         verb: int = 0,
+        *,
+        checked: Int64Array,
     ) -> int | None:
-        """`start_op` of ``pages``, copied to ``copied`` in the same call. None also if one is not in [0, num_pages)."""
-        if not self._free_ops:
-            return None
-        index = self._free_ops.pop()
-        self._kept_ops[index] = positions, copied
-        if not posting.start_more(self._address, index, flow, positions, pages, copied, num_pages, start, *gate, verb):
-            self._kept_ops[index] = None
-            self._free_ops.append(index)
-            return None
-        self.runner.told(op=True)
-        return index
+        """`start_op` of ``pages``, copied to ``copied`` in the same call, and `remember`.
 
-    def repeat(self, flow: int, checked: Int64Array, copied: Int64Array, start: int, verb: int) -> Repeat:
-        """Of an op that `start_more` has started. checked: the page ids that its caller gave."""
-        return Repeat(flow, checked, copied, start, verb, self._sends[flow, _STAGED])
-
-    def start_again(self, repeat: Repeat, positions: Int64Array, pages: Int64Array, gate: Gate) -> int | None:
-        """`start_op` of one that differs from ``repeat`` in these, if its caller gave the same ``pages``; else None."""
+        None also if one is not in [0, num_pages).
+        """
         if not self._free_ops:
             return None
         index = self._free_ops[-1]
-        if not posting.start_again(self._address, index, repeat.address, positions, pages, *gate):
+        op = positions, pages, copied, num_pages, start, *gate, verb
+        if not posting.start_more(self._address, index, flow, *op, self._repeat_at(flow), checked):
             return None
         self._free_ops.pop()
-        self._kept_ops[index] = positions, repeat.copied
+        self._kept_ops[index] = positions, copied
+        self._kept_repeats[flow] = checked, copied
+        self.runner.told(op=True)
+        return index
+
+    def _repeat_at(self, flow: int) -> int:
+        return self._repeats_at + REPEAT.itemsize * flow
+
+    def remember(self, flow: int, checked: Int64Array, copied: Int64Array, start: int, verb: int) -> None:
+        """An op of the pages ``copied`` may be started again. checked: the page ids that its caller gave."""
+        posting.remember(self._address, self._repeat_at(flow), flow, checked, copied, start, verb)
+        self._kept_repeats[flow] = checked, copied
+
+    def start_again(self, flow: int, positions: Int64Array, pages: Int64Array, gate: Gate) -> int | None:
+        """`start_op` of one that differs in these from the one that was remembered last, if its caller gave the same
+        ``pages``; else None.
+        """
+        if not self._free_ops:
+            return None
+        index = self._free_ops[-1]
+        if not posting.start_again(self._address, index, self._repeat_at(flow), positions, pages, *gate):
+            return None
+        self._free_ops.pop()
+        self._kept_ops[index] = positions, self._kept_repeats[flow][1]
         self.runner.told(op=True)
         return index
 
     def finish_send(self, flow: int, num_pages: int, aux: bytes, verb: int = 0) -> None:
         """Seals the send once its ops have ended. aux: at most `MAX_AUX` bytes. verb: see `Send`."""
         assert len(aux) <= MAX_AUX
-        data = np.frombuffer(aux, dtype=np.uint8)
-        self._kept_sends[flow].append(data)
-        posting.finish_send(self._address, flow, num_pages, data.ctypes.data if aux else 0, len(aux), verb)
+        at = 0
+        if aux:
+            data = np.frombuffer(aux, dtype=np.uint8)
+            self._kept_sends[flow].append(data)
+            at = data.ctypes.data
+        posting.finish_send(self._address, flow, num_pages, at, len(aux), verb)
         self.runner.told()
 
     def spared(self, indices: list[int]) -> int:
@@ -393,7 +426,7 @@ class Core:
         if network := self._sends[flow, _SEND_NETWORK]:
             self._words[_NETWORK] -= network & 1
             self._sends[flow, _SEND_NETWORK] = 0
-        self._kept_sends[flow] = []
+        self._kept_sends[flow], self._kept_repeats[flow] = [], None
         self._free_sends.append(flow)
 
     def take_back_send(self, flow: int, ops: list[int]) -> bool:
@@ -439,10 +472,12 @@ def warm_up() -> None:
     flow = core.open_send(way, peer_flow=0, generation=0, pages=none)
     assert flow is not None
     core.start_op(flow, none[:0], none, 0)
-    core.start_more(flow, none[:0], none, none.copy(), 1, 0, NO_GATE)
-    core.start_again(core.repeat(flow, none, none, 0, 0), none[:0], none, NO_GATE)
+    core.start_more(flow, none[:0], none, none.copy(), 1, 0, NO_GATE, checked=none)
+    core.remember(flow, none, none, 0, 0)
+    core.start_again(flow, none[:0], none, NO_GATE)
     verb = way, none[:0], none, none.copy(), 1, 0, NO_GATE, 0
     core.meet(*verb, hashes=(0, 0), writers=0, serial=0, begun=0, prefixed=False)
+    core.bind(way, hashes=(0, 0), writers=0)
     core.begin(*verb, peer_flow=0, generation=0, granted=none, slot=None, serial=0, begun=0)
     core.wait_for_grant(way, hashes=(0, 0), writers=1)
     core.receives.open(0, generation=0, num_tokens=1, page_size=1, leader=NOBODY, writers=[(0, 1, 0, 1)])

@@ -27,6 +27,7 @@ from torchkv.host.page_id_check import copy_ids
 __all__ = [
     "add_writer",
     "begin",
+    "bind",
     "finish_send",
     "hand_over",
     "meet",
@@ -35,6 +36,7 @@ __all__ = [
     "open_send",
     "post_grant",
     "post_receive",
+    "remember",
     "start_again",
     "start_more",
     "start_op",
@@ -133,6 +135,36 @@ def wait_for_grant(
 
 
 @compiled_with_gil
+def bind(
+    address: int,
+    flow: int,
+    way: int,
+    network: int,
+    serial: int,
+    begun: int,
+    hash0: int,
+    hash1: int,
+    writers: int,
+    reach: int,
+    prefixed: int,
+) -> bool:
+    """Makes a free flow a send under a grant that is there: see `grants.meet`. False, and nothing is done, if none is.
+
+    way: address of a `Way`. reach: the last page that is sent, as far as is known. The rest: see `Send`.
+    """
+    world = world_at(address)
+    send = world["sends"][flow]
+    _begin(send, way, network, serial, begun)
+    send["hash0"], send["hash1"], send["writers"] = hash0, hash1, writers
+    send["reach"] = reach
+    if not grants.meet(world, flow, prefixed):
+        return False
+    world["network"] += network & 1
+    send["state"] = OPEN
+    return True
+
+
+@compiled_with_gil
 def meet(
     address: int,
     flow: int,
@@ -155,21 +187,12 @@ def meet(
     num_pages: int,
     prefixed: int,
 ) -> bool:
-    """As `wait_for_grant`, then `start_more`, of a send whose grant is there: see `grants.meet`.
-
-    False, and nothing is done, if it is not there, or a page is not in [0, num_pages).
-    """
+    """As `bind`, then `start_more`. False, and nothing is done, if a page is not in [0, num_pages), too."""
     if not copy_ids(given, ids, num_pages):
         return False
-    world = world_at(address)
-    send = world["sends"][flow]
-    _begin(send, way, network, serial, begun)
-    send["hash0"], send["hash1"], send["writers"] = hash0, hash1, writers
-    send["reach"] = start + len(ids) - 1
-    if not grants.meet(world, flow, prefixed):
+    reach = start + len(ids) - 1
+    if not bind(address, flow, way, network, serial, begun, hash0, hash1, writers, reach, prefixed):
         return False
-    world["network"] += network & 1
-    send["state"] = OPEN
     start_op(address, index, flow, 0, positions, ids, start, gate, gate_stream, gate_number, verb, 0)
     return True
 
@@ -259,12 +282,30 @@ def start_more(
     gate_stream: int,
     gate_number: int,
     verb: int,
+    like: int,
+    checked: Int64Array,
 ) -> bool:
-    """Copies ``given`` to ``ids``, and starts an op of these pages, unless one is not in [0, num_pages)."""
+    """Copies ``given`` to ``ids``, and starts an op of these pages, unless one is not in [0, num_pages).
+
+    like, checked: see `remember`.
+    """
     if not copy_ids(given, ids, num_pages):
         return False
     start_op(address, index, flow, 0, positions, ids, start, gate, gate_stream, gate_number, verb, 0)
+    remember(address, like, flow, checked, ids, start, verb)
     return True
+
+
+@compiled_with_gil
+def remember(address: int, like: int, flow: int, checked: Int64Array, ids: Int64Array, start: int, verb: int) -> None:
+    """Notes what an op of the pages ``ids`` was, for `start_again`. The arrays must stay alive.
+
+    like: address of a `Repeat`. checked: the page ids that its caller gave.
+    """
+    repeat = repeat_at(like)
+    repeat["flow"], repeat["checked"], repeat["given"] = flow, checked.ctypes.data, len(checked)
+    repeat["ids"], repeat["count"], repeat["start"] = ids.ctypes.data, len(ids), start
+    repeat["verb"], repeat["staged"] = verb, world_at(address)["sends"][flow]["staged"]
 
 
 @compiled_with_gil

@@ -94,6 +94,9 @@ class GroupedVerbs(Verbs):
     ) -> KVWork | None:
         return None
 
+    def granted_plain(self, request: str, dst: Peers | None) -> int | None:
+        return None
+
     def _recv_pages(
         self,
         request: str,

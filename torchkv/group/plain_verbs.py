@@ -96,6 +96,46 @@ class PlainVerbs(PlainSending):
         self._receives(work, req)
         return work
 
+    def granted_plain(self, request: str, dst: Peers | None) -> int | None:
+        """What `granted` returns for a request to one receiver, if `prefix_of` says it."""
+        engine, flows = self.engine, self.engine.flows
+        if type(request) is not str or self._layout is None or flows is None or trace.isEnabledFor(logging.DEBUG):
+            return None
+        if len(ranks := self._targets(request, dst)) != 1:
+            return None
+        (rank,) = ranks
+        if not flows.plain.has_served(rank) and engine.group_map.known_targets(rank) != ranks:
+            return None
+        with engine.lock:
+            return self.prefix_of(request, rank)
+
+    def prefix_of(self, request: str, rank: int) -> int | None:
+        """The prefix that ``rank`` holds, in tokens, if its grant is known, or there: then it binds the request.
+
+        None, and nothing is done, if there is none, or anything stands against it. Under the engine's lock.
+        """
+        engine, flows, now = self.engine, self.engine.flows, self.clock()
+        if flows is None or self.forced_path is not None or engine.closed or engine.lost:
+            return None
+        grants, req = engine.sender.grants, engine.sender.requests.by_key.get((request, rank))
+        if req is not None and (req.grant is not None or req.error is not None):
+            return None if req.grant is None or req.error is not None else req.grant.held_tokens
+        if not (grants.awaits(request, rank) if req is None else grants.expects(req)):
+            return None
+        bound = flows.plain.bind(request, rank, now if req is None else req.begun_at)
+        if bound is None:
+            return None
+        grant, flow, route = bound
+        if req is None:
+            req = grants.begin(grant, now)
+        else:
+            grants.bind_expected(req, grant, now)
+        flows.plain.opened(req, flow, route)
+        grants.leave_loop(req, grant, now)
+        if engine.needs_driver:
+            engine.wake()
+        return grant.held_tokens
+
     def _is_slot(self, state_slot: StateSlot) -> TypeGuard[int]:
         """Whether that is a slot of this rank's states, in a layout without layer groups."""
         return self._stateful and type(state_slot) is int and 0 <= state_slot < self._num_slots

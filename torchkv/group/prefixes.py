@@ -36,9 +36,15 @@ class Verbs(Protocol):
 
     def check_alive(self, ranks: Sequence[int], operation: str) -> None: ...
 
+    def granted_plain(self, request: str, dst: Peers | None) -> int | None: ...
+
+    def prefix_of(self, request: str, rank: int) -> int | None: ...
+
 
 def granted(verbs: Verbs, request: str, dst: Peers | None) -> int | None:
     """See `KVProcessGroup.granted`."""
+    if (plain := verbs.granted_plain(request, dst)) is not None:
+        return plain
     operation = f"granted({request!r})"
     known = _known(verbs, request, dst, operation)
     with verbs.engine.lock:
@@ -50,15 +56,20 @@ def granted(verbs: Verbs, request: str, dst: Peers | None) -> int | None:
 def prefix_tokens(verbs: Verbs, request: str, dst: Peers | None) -> int:
     """See `KVProcessGroup.prefix_tokens`."""
     operation, engine = f"prefix_tokens({request!r})", verbs.engine
-    known = _known(verbs, request, dst, operation)
     if threading.get_ident() in drivers:
         raise ProtocolError(f"{operation}: a callback of a future cannot wait for a grant; ask on another thread")
+    if (plain := verbs.granted_plain(request, dst)) is not None:
+        return plain
+    known = _known(verbs, request, dst, operation)
+    (first, *others) = known.get(request, ()) or (None,)  # of a request with layer groups all parts have other names
     grant_timeout = engine.options.grant_timeout
     deadline = time.monotonic() + min(grant_timeout, threading.TIMEOUT_MAX)
     with engine.lock:
         _begin(verbs, known, operation)
         while True:
             seen = engine.news
+            if first is not None and not others and (plain := verbs.prefix_of(request, first)) is not None:
+                return plain
             engine.catch_up()
             verbs.check_open(operation)
             begun = _owed(verbs, known, operation)

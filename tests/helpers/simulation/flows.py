@@ -68,6 +68,7 @@ class Sending:
     from_prompt: bool = False  # it does not know the prefix
     steady: bool = False  # it sends layer after layer, of the same pages, with one verb
     verb: str = ""  # the latest one
+    told: int | None = None  # the prefix in tokens, if it has asked and was told
     works: list[KVWork] = field(default_factory=list)
     # By destination, which may be `ANYBODY`: the engine's sender requests.
     reqs: dict[int, SenderRequest] = field(default_factory=dict)

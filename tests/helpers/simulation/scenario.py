@@ -129,6 +129,7 @@ class Scenario:
         self.prefixes = seed % 2 == 0 or not (network or single)  # loops bind no grant behind one
         self.unknown = random.Random(f"unknown {seed}")  # what senders do not know: no other choice depends on it
         self.arrays = random.Random(f"arrays {seed}")  # whether page ids come as one: then later verbs may be short
+        self.asks = random.Random(f"asks {seed}")  # which senders ask for the prefix before they send
         self.sendings: list[Sending] = []
         self.receivings: list[Receiving] = []
         self.cancels: list[tuple[Rank, KVWork]] = []
@@ -253,6 +254,9 @@ class Scenario:
             chunks.sort(key=lambda chunk: chunk[:2])
         if chunks and dice.random() < 0.3:
             chunks.append(dice.choice(chunks))  # the same bytes twice
+        for _ in range(self.asks.choice([0, 0, 0, 1, 2])):
+            early = self.asks.choice([0.0, 1e-4, self._time(self.asks.uniform(0.0, 0.5))])
+            self.cluster.at(max(0.0, start - early), lambda: self._ask(sending))
         at = start
         for first, last, some in chunks:
             self.cluster.at(at, lambda a=(first, last, some): self._send(sending, *a))
@@ -363,6 +367,18 @@ class Scenario:
         sending.works.append(work)
         self._adopt(sending)
 
+    def _ask(self, sending: Sending) -> None:
+        """The application asks whether its request has been granted, and behind which prefix."""
+        if not self._may_go_on(sending):
+            return
+        try:
+            told = sending.rank.granted(sending.flow.name, sending.dst)
+        except KVError as error:
+            self._stop(sending, error)
+            return
+        sending.told = sending.told if told is None else told
+        self._adopt(sending)
+
     def _may_go_on(self, sending: Sending) -> bool:
         """False once it was paused or cancelled, or if an earlier request of the name has not ended when it begins."""
         name, rank = sending.flow.name, sending.rank
@@ -465,6 +481,10 @@ class Scenario:
             if sending is None:
                 self.problems.append(f"{found.flow.name}: succeeded though writer {writer} sealed nothing for it")
                 return
+            if sending.told not in (None, found.flow.prefix):
+                self.problems.append(
+                    f"{found.flow.name}: writer {writer} was told of a prefix of {sending.told} tokens"
+                )
             # A sender that counts from the prompt may have met the request that came after the one that it meant.
             held = found.flow.prefix - sending.flow.prefix if sending.from_prompt else 0
             src_pages[writer] = sending.pages[max(0, held) // sending.rank.cache.layout.page_size :]

@@ -26,23 +26,24 @@ from torchkv.transfer.peer_connection import PeerConnection
 
 if TYPE_CHECKING:
     from torchkv.core.core import Core
-    from torchkv.core.repeat import Repeat
     from torchkv.engine.resident.notices import OnLoop
 
-__all__ = ["Call", "LatestSend", "Met", "PlainSends"]
+__all__ = ["Bound", "Call", "LatestSend", "Met", "PlainSends"]
 
 # A verb: its name, the request, layers, this rank's pages, the receiver, the first page's position, and an event.
 Call = tuple[str, str, tuple[int, ...], Int64Array, int, int, Any]
 # What `meet` or `begin` has begun: its grant, the request's flow, the index of its first op, and its route.
 Met = tuple[BoundGrant, int, int, Route]
+# What `bind` has bound: its grant, the request's flow, and its route.
+Bound = tuple[BoundGrant, int, Route]
 
 
 @dataclass(eq=False, slots=True)
 class LatestSend:
     """How the latest verb of a request went: one that differs in its layers and its event alone takes less time.
 
-    verb, start, from_prompt: as it was called. op: of its pages behind the prefix, as it went by ``route``. repeat: as
-    the loop knows it.
+    verb, start, from_prompt: as it was called. op: of its pages behind the prefix, as it went by ``route``. flow: on
+    which the loop remembers it.
     """
 
     verb: str
@@ -50,7 +51,7 @@ class LatestSend:
     from_prompt: bool
     op: SendOp
     route: Route
-    repeat: Repeat
+    flow: int
 
 
 class PlainSends:
@@ -84,6 +85,26 @@ class PlainSends:
     def has_served(self, dst: int) -> bool:
         """Whether the loop has served a request to ``dst``: then it soon may have another one. Any thread."""
         return dst in self._served
+
+    def bind(self, request: str, dst: int, begun: float) -> Bound | None:
+        """Binds a request, of which no verb was called yet, to its grant, if that is as `meet` needs it: for `opened`.
+
+        It may be behind a prefix. begun: when the request has begun.
+        """
+        likely = self._likely(request, dst)
+        if likely is None or dst in self._held.dead or self._core.broken:
+            return None
+        route, writers = likely
+        flow = self._core.bind(
+            route.way,
+            hashes=name_hashes(request),
+            writers=writers,
+            serial=self._journal.next_serial(),
+            begun=int(begun * 1e9),
+        )
+        if flow is None:
+            return None
+        return grant_bound_on(self._core, flow, request, dst, route.plan), flow, route
 
     def meet(self, call: Call, given: Int64Array, begun: float, from_prompt: bool) -> Met | None:
         """Begins a request with its first op, if its grant is there, and Python has not taken it in: for `met`.
@@ -197,15 +218,14 @@ class PlainSends:
         flow, route, gate = way
         verb = self._codes.get(op.verb, 0)  # of a verb with one part
         copied = op.source_pages.pages
+        called, _, _, checked, _, asked, _ = call
         index = self._core.start_more(
-            flow, route.positions[op.layers], pages, copied, self._num_pages, op.start, gate, verb
+            flow, route.positions[op.layers], pages, copied, self._num_pages, op.start, gate, verb, checked=checked
         )
         if index is None:
             return None
         self._runs(req, op, index, verb)
-        called, _, _, checked, _, asked, _ = call
-        repeat = self._core.repeat(flow, checked, copied, op.start, verb)
-        return LatestSend(called, asked, from_prompt, op, route, repeat)
+        return LatestSend(called, asked, from_prompt, op, route, flow)
 
     def again(
         self, req: SenderRequest, last: LatestSend, layers: tuple[int, ...], given: Int64Array, event: Any
@@ -215,10 +235,10 @@ class PlainSends:
         given: the page ids as the caller gave them. None, and nothing is done, also if they are others. Most verbs are
         done here, so the loop has its command first, and the records of it are made while it works.
         """
-        latest, route, repeat = last.op, last.route, last.repeat
-        if req.flow != repeat.flow or (gate := self._gate(req, route, event)) is None:
+        latest, route, flow = last.op, last.route, last.flow
+        if req.flow != flow or (gate := self._gate(req, route, event)) is None:
             return None
-        index = self._core.start_again(repeat, route.positions[layers], given, gate)
+        index = self._core.start_again(flow, route.positions[layers], given, gate)
         if index is None:
             return None
         source = latest.source_pages
@@ -227,7 +247,7 @@ class PlainSends:
         work = KVWork(latest.work._operation, latest.work._sync_words, latest.work._loop, 1)
         op = SendOp(latest.request, latest.dst, {}, layers, latest.start, latest.num_pages, work, source)
         op.verb = latest.verb
-        self._runs(req, op, index, repeat.verb)
+        self._runs(req, op, index, self._codes.get(op.verb, 0))
         req.add_sent(op)
         return work
 
@@ -238,23 +258,21 @@ class PlainSends:
         gates = []
         for req in reqs:
             last: LatestSend = req.latest
-            if req.flow != last.repeat.flow or (gate := self._gate(req, last.route, event)) is None:
+            if req.flow != last.flow or (gate := self._gate(req, last.route, event)) is None:
                 return None
             gates.append(gate)
         if not self._core.has_ops(len(reqs)):
             return None
         last = reqs[0].latest
-        latest, repeat, source = last.op, last.repeat, last.op.source_pages
-        index = self._core.start_again(repeat, last.route.positions[layers], given, gates[0])
+        latest, source = last.op, last.op.source_pages
+        index = self._core.start_again(last.flow, last.route.positions[layers], given, gates[0])
         if index is None:
             return None
         indices = [index]
         for req, gate in zip(reqs[1:], gates[1:], strict=True):
             # Of the pages that were compared just now: the caller's array may be written to by another thread.
             last = req.latest
-            index = self._core.start_op(
-                last.repeat.flow, last.route.positions[layers], source.pages, latest.start, gate
-            )
+            index = self._core.start_op(last.flow, last.route.positions[layers], source.pages, latest.start, gate)
             assert index is not None
             indices.append(index)
         if event is not source.event:
@@ -278,8 +296,8 @@ class PlainSends:
             assert grant is not None
             assert flow is not None
             route = self._routes.known[req.dst, id(grant.plan)]
-            repeat = self._core.repeat(flow, given, op.source_pages.pages, op.start, 0)
-            req.latest = LatestSend(verb, start, from_prompt, op, route, repeat)
+            self._core.remember(flow, given, op.source_pages.pages, op.start, 0)
+            req.latest = LatestSend(verb, start, from_prompt, op, route, flow)
 
     def start_several(self, reqs: list[SenderRequest], ops: list[SendOp]) -> bool:
         """As `start_more`, of several ops at once, whose page ids are checked, or of states. All of them, or none."""

@@ -77,6 +77,12 @@ class Grants:
             return None
         return grant if self._may_begin(request, dst) else None
 
+    def expects(self, req: SenderRequest) -> bool:
+        """As `awaits`, of a request that has begun and waits for its grant: of one of which no verb was called yet."""
+        key = req.request, req.dst
+        idle = req.flow is None and not req.queue and req.finish is None
+        return idle and not self.unmet.refusing and self.unmet.grant(key) is None and not self.unmet.is_revoked(key)
+
     def _may_begin(self, request: str, dst: int) -> bool:
         """Whether nothing but a missing grant stands against a request that begins now."""
         key, requests = (request, dst), self._requests
@@ -94,6 +100,11 @@ class Grants:
         self._requests.bind(req, grant, now)
         self._endings.counts.grants.add(0.0)
         return req
+
+    def bind_expected(self, req: SenderRequest, grant: BoundGrant, now: float) -> None:
+        """As `begin`, of a request that `expects` this grant."""
+        self._requests.bind(req, grant, now)
+        self._endings.counts.grants.add(now - req.begun_at)
 
     def check_revocation(self, request: str, dst: int) -> None:
         """Raises the error for which the grant of the request that is about to begin was revoked, if it was.
