@@ -82,7 +82,10 @@ class PageOutOfRange(KVError, ValueError):
 
 
 class ProtocolError(KVError, ValueError):
-    """A call, or a message from a peer, that the contract does not allow."""
+    """A call, or a message from a peer, that the contract does not allow.
+
+    ``retryable`` if the call only exceeds how much may be pending at once.
+    """
 
 
 class PeerLost(KVError, ConnectionError):

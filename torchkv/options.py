@@ -96,7 +96,7 @@ class Options:
     path: ``runs``, ``slices``, ``staged`` or ``direct`` forces this path for every transfer; None: torchkv chooses.
     timeout: seconds without progress after which a granted request fails.
     grant_timeout: seconds that a sender waits for its grant, and a receiver for its first byte or seal.
-    heartbeat: seconds between heartbeats; a peer that is silent for five of them counts as lost.
+    heartbeat: seconds between heartbeats; a peer that misses five, and cannot be reconnected to, counts as lost.
     staging_send: bytes of memory into which this rank packs staged transfers, allocated on first use; 0: none.
     staging_recv: bytes of the staging ring that other ranks write to, allocated by ``register``; 0: none.
     sm_budget: thread blocks that each copy kernel may use on a GPU.
@@ -106,8 +106,9 @@ class Options:
     pages that are converted to another dtype.
     require: a path, such as ``"direct"``, by which every peer must be reachable, else ``register`` raises.
     min_gbps: the lowest rate, in GB/s (1e9 bytes/s), that ``register`` must measure to every peer, else it raises.
+    Not for `torchkv.join`.
     flight_recorder: how many of this rank's last operations are kept for dumps; 0: none; None: 4,096 if ``dump_dir``,
-    ``metrics_port`` or ``nvtx`` is set, else none.
+    ``metrics_port`` or ``nvtx`` is set, else none. Without it no latencies are counted.
     dump_dir: folder to write a dump of the flight recorder to, when a request fails or is waited for in vain, and on
     SIGUSR2; None: nowhere.
     metrics_port: this rank answers Prometheus at ``127.0.0.1``, at this port plus its rank; 0: at any free port, which

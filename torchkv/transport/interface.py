@@ -19,8 +19,8 @@ a transport closes whatever is still open. Both closes may be called again, and 
 stopped.
 
 Threads. One thread owns a transport with its regions, channels and completions. It constructs the transport, makes
-every call and closes it, so nothing needs a lock. Only the class's own ``available``, ``join`` and ``allocate_shared``
-are called from other threads.
+every call and closes it, so nothing needs a lock. Only the class's own ``available``, ``join`` and ``allocate_shared``,
+and the functions of a `NativeChannel`, are called from other threads.
 
 Progress. Operations advance inside `Transport.progress`, which the owner calls as long as the transport is open; a put
 may need the progress of the peer, too. Completions change inside calls of this interface only. Nothing blocks but
@@ -184,7 +184,7 @@ class NativeChannel:
     worker, endpoint: what they take first; a worker of 0 says that nothing has to be driven: a flush ends at once, and
     that there are no messages: only loops that have mapped each other's mailboxes use the channel.
     put_params, params: memory of their last argument, for puts, with the local key in the word ``key_word``, and for
-    all others. local_keys: of host memory, by index of a region registered here.
+    all others. local_keys: by index of a region registered here; 0: it cannot be put from.
     remote_keys, remote_at: key and address of each region of the peer; a key of 0 says that it cannot be put into.
     put_seconds: about what a put costs beside its bytes, for those who have not measured it.
     """

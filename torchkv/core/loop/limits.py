@@ -2,7 +2,7 @@
 
 MAX_FLOWS = 512  # of each kind: requests under way on the loop; more go through Python
 MAX_OPS = 8192  # verbs that wait or copy
-MAX_PEERS = 64  # ranks of the group, this one included; a larger group has no loop
+MAX_PEERS = 64  # this rank included; requests with others go through Python
 MAX_WRITERS = 8  # of one receive
 MAX_EVENTS = 8192  # a power of two, as are the three below
 COMMANDS = 16384  # at least one per op and one per flow, so that the ring is never full
