@@ -132,7 +132,9 @@ class KVVerbs:
         event: Any = None,
         origin: Origin = "prefix",
     ) -> KVWork:
-        """Sends pages on the path that costs least, whatever the layouts of the two sides. Never blocks.
+        """Sends pages on the path that costs least, whatever the layouts of the two sides.
+
+        Does not block, unless ``dst`` has to be connected to first (see `KVMember`).
 
         request: as in the receiver's `recv_pages`.
         pages: page ids of this rank's cache, int [n], in order of position. Ids on the host are copied in the call. Ids
