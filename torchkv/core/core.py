@@ -214,7 +214,7 @@ class Core:
             return None
         flow, index = self._free_sends[-1], self._free_ops[-1]
         send = flow, way.address, self._network(way), serial, begun, *hashes, writers
-        last = num_pages, prefixed
+        last = num_pages, prefixed, self._repeat_at(flow)
         if not posting.meet(self._address, *send, index, positions, pages, copied, start, *gate, verb, *last):
             return None
         return self._begun([way], positions, copied)
@@ -246,7 +246,8 @@ class Core:
         ids = with_slot(granted, slot if way.has_state else None)
         flow, index = self._free_sends[-1], self._free_ops[-1]
         send = flow, way.address, self._network(way), serial, begun, peer_flow, generation, ids
-        if not posting.begin(self._address, *send, index, positions, pages, copied, num_pages, start, *gate, verb):
+        last = verb, self._repeat_at(flow)
+        if not posting.begin(self._address, *send, index, positions, pages, copied, num_pages, start, *gate, *last):
             return None
         return self._begun([way, ids], positions, copied)
 
@@ -255,6 +256,7 @@ class Core:
         flow, index = self._free_sends.pop(), self._free_ops.pop()
         self._kept_sends[flow] = kept
         self._kept_ops[index] = positions, copied
+        self._kept_repeats[flow] = copied, copied
         self.runner.told(op=True)
         return flow, index
 

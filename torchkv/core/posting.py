@@ -186,6 +186,7 @@ def meet(
     verb: int,
     num_pages: int,
     prefixed: int,
+    like: int,
 ) -> bool:
     """As `bind`, then `start_more`. False, and nothing is done, if a page is not in [0, num_pages), too."""
     if not copy_ids(given, ids, num_pages):
@@ -194,6 +195,7 @@ def meet(
     if not bind(address, flow, way, network, serial, begun, hash0, hash1, writers, reach, prefixed):
         return False
     start_op(address, index, flow, 0, positions, ids, start, gate, gate_stream, gate_number, verb, 0)
+    remember(address, like, flow, ids, ids, start, verb)
     return True
 
 
@@ -355,12 +357,14 @@ def begin(
     gate_stream: int,
     gate_number: int,
     verb: int,
+    like: int,
 ) -> bool:
     """As `open_send`, then `start_more`. False, and nothing is done, if a page is not in [0, num_pages)."""
     if not copy_ids(given, ids, num_pages):
         return False
     open_send(address, flow, way, network, serial, begun, peer_flow, generation, granted)
     start_op(address, index, flow, 0, positions, ids, start, gate, gate_stream, gate_number, verb, 0)
+    remember(address, like, flow, ids, ids, start, verb)
     return True
 
 

@@ -154,7 +154,7 @@ class PlainSending(RecordedVerbs):
                     return None
                 call, given = left
             if req.fresh and grant is not None:
-                return self._open(call, given, grant, req)
+                return self._open(call, given, grant, req, from_prompt if call is whole else None)
             op = self._op(*call)
             if (latest := flows.plain.start_more(req, op, given, whole, from_prompt)) is None:
                 return None
@@ -206,16 +206,16 @@ class PlainSending(RecordedVerbs):
             work = KVWork(f"{verb}({request!r})", self._sync_words, self._loop, len(ranks))
             source = SourcePages(sent, event, self.forced_path)
             ops = [SendOp(request, rank, {}, layers, first, len(sent), work, source) for rank in ranks]
-            if not begins:
-                if not self._start_all(reqs, ops):
-                    return None
+            if begins:
+                reqs = self._begin_all(cast(list[BoundGrant], grants), reqs, ops)
+            elif not self._start_all(reqs, ops):
+                reqs = []
+            if reqs:
                 flows.plain.remember(reqs, ops, verb, start, ids, from_prompt)
-                return work
-            begun = self._begin_all(cast(list[BoundGrant], grants), reqs, ops)
-            wake = engine.exchange.has_actions
+            wake = begins and engine.exchange.has_actions
         if wake:
             self._wake()
-        return work if begun else None
+        return work if reqs else None
 
     def _again_all(
         self,
@@ -260,8 +260,8 @@ class PlainSending(RecordedVerbs):
         grants = [None if grant is None or grant.absent_tokens else grant for grant in fresh]
         return grants if len(grants) == len(ranks) else []
 
-    def _begin_all(self, grants: list[BoundGrant], reqs: list[SenderRequest], ops: list[SendOp]) -> bool:
-        """Begins a request under each of these grants on the loop with its op, or none. Under the lock.
+    def _begin_all(self, grants: list[BoundGrant], reqs: list[SenderRequest], ops: list[SendOp]) -> list[SenderRequest]:
+        """Begins a request under each of these grants on the loop with its op, or none: these. Under the lock.
 
         reqs: the requests, if Python has begun them. The pages of the ops are checked.
         """
@@ -274,7 +274,7 @@ class PlainSending(RecordedVerbs):
             calls.append(("", op.request, op.layers, source.pages, op.dst, op.start, source.event))
         ways = [flows.plain.way(call, grant) for call, grant in zip(calls, grants, strict=True)]
         if None in ways or not flows.core.has_room(len(ops)):
-            return False
+            return []
         met = []
         for call, grant, way in zip(calls, grants, ways, strict=True):
             assert way is not None
@@ -284,7 +284,7 @@ class PlainSending(RecordedVerbs):
         begun = [self._note(one, op, req, now) for one, op, req in zip(met, ops, known, strict=True)]
         for req, grant in zip(begun, grants, strict=True):
             sender_grants.leave_loop(req, grant, now)
-        return True
+        return begun
 
     def _note(self, met: Met | None, op: SendOp, req: SenderRequest | None, now: float) -> SenderRequest:
         """Records what the loop has begun. req: None if the request begins with it.
@@ -345,7 +345,7 @@ class PlainSending(RecordedVerbs):
             if engine.closed or engine.lost:
                 return None
             if grants.awaits(request, dst) and (met := flows.plain.meet(call, given, now, from_prompt)) is not None:
-                work = self._met(met, call, None, now, began)
+                work = self._met(met, call, None, now, began, from_prompt)
                 wake = met[0].prefix_tokens > 0 and engine.exchange.has_actions
             else:
                 engine.catch_up()
@@ -361,11 +361,10 @@ class PlainSending(RecordedVerbs):
         grant = self.engine.sender.grants.waiting(request, dst)
         if grant is None:
             return None
-        if from_prompt and grant.prefix_tokens:
-            if (left := self._behind(grant, call, given, from_prompt)) is None:
-                return None
-            call, given = left
-        return self._open(call, given, grant, None)
+        if not (from_prompt and grant.prefix_tokens):
+            return self._open(call, given, grant, None, from_prompt)
+        left = self._behind(grant, call, given, from_prompt)
+        return None if left is None else self._open(*left, grant, None, None)
 
     def _behind(
         self, grant: BoundGrant, call: Call, given: Int64Array, from_prompt: bool
@@ -377,8 +376,13 @@ class PlainSending(RecordedVerbs):
             return None
         return (verb, request, layers, ids[held:], dst, start, event), given[held:]
 
-    def _open(self, call: Call, given: Int64Array, grant: BoundGrant, req: SenderRequest | None) -> KVWork | None:
-        """The first op of a request: of ``req``, which is bound to this grant, or of one that begins now."""
+    def _open(
+        self, call: Call, given: Int64Array, grant: BoundGrant, req: SenderRequest | None, from_prompt: bool | None
+    ) -> KVWork | None:
+        """The first op of a request: of ``req``, which is bound to this grant, or of one that begins now.
+
+        from_prompt: how its pages count; None if some of them were left out.
+        """
         engine, flows = self.engine, self.engine.flows
         assert flows is not None
         now, began = self.clock(), time.perf_counter()
@@ -387,13 +391,26 @@ class PlainSending(RecordedVerbs):
         if self.forced_path is not None or (way := flows.plain.way(call, grant)) is None:
             return None
         met = flows.plain.begin(call, given, grant, way, now if req is None else req.begun_at)
-        return None if met is None else self._met(met, call, req, now, began)
+        return None if met is None else self._met(met, call, req, now, began, from_prompt)
 
-    def _met(self, met: Met, call: Call, req: SenderRequest | None, now: float, began: float) -> KVWork:
-        """The loop is at work: what follows is for Python's own records. req: as of `_open`. began: when it began."""
+    def _met(
+        self,
+        met: Met,
+        call: Call,
+        req: SenderRequest | None,
+        now: float,
+        began: float,
+        from_prompt: bool | None,
+    ) -> KVWork:
+        """The loop is at work: what follows is for Python's own records. began: when. The rest: see `_open`."""
         op = self._op(*call)
         op.work._began = began
-        self.engine.sender.grants.leave_loop(self._note(met, op, req, now), met[0], now)
+        grant, flow, _, route = met
+        req = self._note(met, op, req, now)
+        if from_prompt is not None:
+            verb, _, _, _, _, start, _ = call
+            req.latest = LatestSend(verb, start, from_prompt, op, route, flow)
+        self.engine.sender.grants.leave_loop(req, grant, now)
         return cast(KVWork, op.work)
 
     def _start_all(self, reqs: list[SenderRequest], ops: list[SendOp]) -> bool:

@@ -26,9 +26,9 @@ and Python tells those again that are under way.
 A writer's loop looks for the send that waits for this receiver under this name, and binds it if Python would bind it
 too. Everything else it leaves to Python: a grant that nobody waits for yet, one of other writers than expected, one
 that does not hold the pages that were sent, and one behind a prefix. For all receivers of one verb must hold the same
-prefix, and a loop sees one of them: so what it binds is behind none. A verb that begins its request looks first whether
-the loop has left the grant to Python, and Python has not taken it in yet: then the verb binds it in the same way,
-also behind a prefix if its pages count from there, since it has no other receiver.
+prefix, and a loop sees one of them: so what it binds is behind none. A verb that begins its request, or asks for its
+prefix, looks first whether the loop has left the grant to Python, and Python has not taken it in yet: then the verb
+binds it in the same way, also behind a prefix if its pages count from there, since it has no other receiver.
 
 Names are compared by their BLAKE2b hashes of 128 bits. Two names of one hash are not known, nor how to find them.
 """

@@ -287,14 +287,14 @@ class PlainSends:
     def remember(
         self, reqs: list[SenderRequest], ops: list[SendOp], verb: str, start: int, given: Int64Array, from_prompt: bool
     ) -> None:
-        """For `again_all`: one verb of several ops that `start_several` has started. verb, start: as it was called.
+        """For `again_all`: one verb of several ops that the loop has begun. verb, start: as it was called.
 
         given: its page ids as its caller gave them. from_prompt: see `meet`.
         """
         for req, op in zip(reqs, ops, strict=True):
             grant, flow = req.grant, req.flow
-            assert grant is not None
-            assert flow is not None
+            if grant is None or flow is None:
+                continue  # it was taken back at once
             route = self._routes.known[req.dst, id(grant.plan)]
             self._core.remember(flow, given, op.source_pages.pages, op.start, 0)
             req.latest = LatestSend(verb, start, from_prompt, op, route, flow)
