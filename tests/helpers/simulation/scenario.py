@@ -376,8 +376,11 @@ class Scenario:
         except KVError as error:
             self._stop(sending, error)
             return
-        sending.told = sending.told if told is None else told
         self._adopt(sending)
+        if told is not None:
+            sending.told = told
+            # Of another request of the name than it meant, whose pages are not those that it has.
+            sending.failed |= told != sending.flow.prefix
 
     def _may_go_on(self, sending: Sending) -> bool:
         """False once it was paused or cancelled, or if an earlier request of the name has not ended when it begins."""
