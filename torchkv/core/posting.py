@@ -20,7 +20,8 @@ from torchkv.core.loop.limits import COMMANDS
 from torchkv.core.loop.mailbox import NAPPING, may_run, ring
 from torchkv.core.loop.state.requests import Repeat, Send, Way
 from torchkv.core.loop.state.world import REPEAT, WAY, WORLD, World, word_at
-from torchkv.host.atomics import copy_bytes, fence, load, store
+from torchkv.host.atomics import fence, load, store
+from torchkv.host.copy_loops import copy_bytes
 from torchkv.host.jit import c_function, compiled_with_gil
 from torchkv.host.page_id_check import copy_ids
 

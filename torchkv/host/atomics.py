@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Callable
 from typing import Any
 
-import numba
 from llvmlite import ir
 
 from torchkv.host.jit import compiled, primitive
 
-__all__ = ["LOOKS", "add", "copy_bytes", "exchange", "exchange_if", "fence", "load", "look_at", "pause", "store"]
+__all__ = ["LOOKS", "add", "exchange", "exchange_if", "fence", "load", "look_at", "pause", "store"]
 
 LOOKS = 8  # of a thread that spins, with pauses between them, before it looks at the clock again
 
@@ -27,15 +25,10 @@ _PAUSES: dict[str, tuple[str, tuple[int, ...]]] = {
     "aarch64": ("llvm.aarch64.hint", (1,)),
 }
 _WORD = ir.IntType(64)
-_BYTE_POINTER = ir.IntType(8).as_pointer()
 
 
 def _word(address: int) -> ctypes.c_int64:
     return ctypes.c_int64.from_address(int(address))
-
-
-def _primitive(arity: int, emit: Callable[..., Any], plain: Callable[..., int]) -> Any:
-    return plain if numba.config.DISABLE_JIT else primitive(arity, emit)
 
 
 def _at(builder: Any, address: Any) -> Any:
@@ -73,18 +66,6 @@ def _emit_exchange_if(builder: Any, address: Any, expected: Any, value: Any) -> 
     return builder.extract_value(pair, 0)
 
 
-def _plain_copy(dst: int, src: int, nbytes: int) -> int:
-    ctypes.memmove(int(dst), int(src), int(nbytes))
-    return 0
-
-
-def _emit_copy(builder: Any, dst: Any, src: Any, nbytes: Any) -> Any:
-    function = builder.module.declare_intrinsic("llvm.memcpy", [_BYTE_POINTER, _BYTE_POINTER, _WORD])
-    volatile = ir.Constant(ir.IntType(1), 0)
-    pointers = [builder.inttoptr(dst, _BYTE_POINTER), builder.inttoptr(src, _BYTE_POINTER)]
-    return builder.call(function, [*pointers, nbytes, volatile])
-
-
 def _emit_pause(builder: Any) -> Any:
     if platform.machine() not in _PAUSES:
         return ir.Constant(ir.IntType(64), 0)
@@ -95,27 +76,25 @@ def _emit_pause(builder: Any) -> Any:
 
 
 # load(address): what was written before the `store` that made this value is visible afterwards (acquire).
-load = _primitive(
+load = primitive(
     1, lambda b, address: b.load_atomic(_at(b, address), "acquire", 8, typ=_WORD), lambda address: _word(address).value
 )
 # store(address, value): everything written before is visible to whoever loads the value (release).
-store = _primitive(2, lambda b, address, value: b.store_atomic(value, _at(b, address), "release", 8), _plain_store)
+store = primitive(2, lambda b, address, value: b.store_atomic(value, _at(b, address), "release", 8), _plain_store)
 # exchange(address, value): stores it and returns what was there, in one order with all other exchanges and fences.
-exchange = _primitive(
+exchange = primitive(
     2, lambda b, address, value: b.atomic_rmw("xchg", _at(b, address), value, "seq_cst"), _plain_exchange
 )
 # add(address, value): adds it and returns what was there, in the same order.
-add = _primitive(2, lambda b, address, value: b.atomic_rmw("add", _at(b, address), value, "seq_cst"), _plain_add)
+add = primitive(2, lambda b, address, value: b.atomic_rmw("add", _at(b, address), value, "seq_cst"), _plain_add)
 # exchange_if(address, expected, value): as `exchange`, if ``expected`` is there. Returns what was there.
-exchange_if = _primitive(3, _emit_exchange_if, _plain_exchange_if)
+exchange_if = primitive(3, _emit_exchange_if, _plain_exchange_if)
 # fence(): loads after it see what was stored before another thread's fence that came first.
-fence = _primitive(0, lambda b: b.fence("seq_cst"), lambda: 0)
-# copy_bytes(dst, src, nbytes): plain memory, which must not overlap.
-copy_bytes = _primitive(3, _emit_copy, _plain_copy)
+fence = primitive(0, lambda b: b.fence("seq_cst"), lambda: 0)
 # pause(): does nothing for some ten to fifty nanoseconds. Two cores of a machine are often one that runs two threads in
 # turn, also where a virtual machine shows none of it: whoever looks at words again and again without a pause takes half
 # of the speed of the thread beside it, which may be the caller's.
-pause = _primitive(0, _emit_pause, lambda: 0)
+pause = primitive(0, _emit_pause, lambda: 0)
 
 
 @compiled

@@ -19,24 +19,21 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from torchkv.arrays import Int64Array
 from torchkv.errors import ProtocolError
-from torchkv.host.jit import at_register, compiled
+from torchkv.host.jit import at_register, compiled, primitive
 
 __all__ = [
     "SHORT_RUN",
     "STEP_BYTES",
     "StridedRuns",
     "checked_offsets",
+    "copy_bytes",
     "copy_pairs",
     "copy_spans",
     "pairs_at",
@@ -68,106 +65,71 @@ _BYTES = ir.IntType(8).as_pointer()
 _VECTOR = ir.VectorType(_INT64, 4)
 _VECTOR_NBYTES = 32
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 
-
-def _instruction(plain: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """An intrinsic for compiled code: all arguments int64, no result. Decorates what returns `_emits` of its LLVM code.
-
-    plain: the same in Python, with ``NUMBA_DISABLE_JIT=1``.
-    """
-
-    def decorate(declare: Callable[..., Any]) -> Callable[..., None]:
-        return plain if numba.config.DISABLE_JIT else cast(Callable[..., None], intrinsic(declare))
-
-    return decorate
-
-
-def _nothing(*_: int) -> None:
-    """A hint, or an order among stores, which one thread of plain Python need not give."""
-
-
-def _plain_copy(dst: int, src: int, nbytes: int) -> None:
+def _plain_copy(dst: int, src: int, nbytes: int) -> int:
     ctypes.memmove(int(dst), int(src), int(nbytes))
+    return 0
 
 
-def _emits(emit: Callable[..., None], arity: int) -> tuple[Any, Callable[..., Any]]:
-    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        emit(builder, *args)
-        return context.get_dummy_value()
-
-    return types.none(*[types.int64] * arity), codegen
+def _emit_copy(builder: Any, dst: Any, src: Any, nbytes: Any) -> Any:
+    function = builder.module.declare_intrinsic("llvm.memcpy", [_BYTES, _BYTES, _INT64])
+    volatile = ir.Constant(ir.IntType(1), 0)
+    return builder.call(function, [builder.inttoptr(dst, _BYTES), builder.inttoptr(src, _BYTES), nbytes, volatile])
 
 
-@_instruction(plain=_plain_copy)
-def _memcpy(_typing: Any, dst: Any, src: Any, nbytes: Any) -> Any:
-    def emit(builder: Any, dst: Any, src: Any, nbytes: Any) -> None:
-        memcpy = builder.module.declare_intrinsic("llvm.memcpy", [_BYTES, _BYTES, _INT64])
-        volatile = ir.Constant(ir.IntType(1), 0)
-        builder.call(memcpy, [builder.inttoptr(dst, _BYTES), builder.inttoptr(src, _BYTES), nbytes, volatile])
-
-    return _emits(emit, 3)
-
-
-@_instruction(plain=lambda dst, src: _plain_copy(dst, src, _LINE))
-def _nontemporal_line(_typing: Any, dst: Any, src: Any) -> Any:
-    """Copies one cache line with non-temporal stores; ``dst`` must be a multiple of 64, ``src`` need not."""
-
-    def emit(builder: Any, dst: Any, src: Any) -> None:
-        pointer = _VECTOR.as_pointer()
-        offsets = [ir.Constant(_INT64, offset) for offset in range(0, _LINE, _VECTOR_NBYTES)]
-        vectors = [
-            builder.load(builder.inttoptr(builder.add(src, offset), pointer), align=1, typ=_VECTOR)
-            for offset in offsets
-        ]
-        once = builder.module.add_metadata([ir.Constant(_INT32, 1)])
-        for offset, vector in zip(offsets, vectors, strict=True):
-            address = builder.inttoptr(builder.add(dst, offset), pointer)
-            builder.store(vector, address, align=_VECTOR_NBYTES).set_metadata("nontemporal", once)
-
-    return _emits(emit, 2)
+def _emit_nontemporal_line(builder: Any, dst: Any, src: Any) -> Any:
+    pointer = _VECTOR.as_pointer()
+    offsets = [ir.Constant(_INT64, offset) for offset in range(0, _LINE, _VECTOR_NBYTES)]
+    vectors = [
+        builder.load(builder.inttoptr(builder.add(src, offset), pointer), align=1, typ=_VECTOR) for offset in offsets
+    ]
+    once = builder.module.add_metadata([ir.Constant(_INT32, 1)])
+    for offset, vector in zip(offsets, vectors, strict=True):
+        address = builder.inttoptr(builder.add(dst, offset), pointer)
+        store = builder.store(vector, address, align=_VECTOR_NBYTES)
+        store.set_metadata("nontemporal", once)
+    return store
 
 
-@_instruction(plain=_nothing)
-def prefetch(_typing: Any, address: Any) -> Any:
-    """Prefetches a cache line. A hint: harmless at any address, mapped or not."""
-
-    def emit(builder: Any, address: Any) -> None:
-        signature = ir.FunctionType(ir.VoidType(), [_BYTES, _INT32, _INT32, _INT32])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [_BYTES], signature)
-        read, keep, data = (ir.Constant(_INT32, value) for value in (0, 3, 1))
-        builder.call(prefetch, [builder.inttoptr(address, _BYTES), read, keep, data])
-
-    return _emits(emit, 1)
+def _emit_prefetch(builder: Any, address: Any) -> Any:
+    signature = ir.FunctionType(ir.VoidType(), [_BYTES, _INT32, _INT32, _INT32])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [_BYTES], signature)
+    read, keep, data = (ir.Constant(_INT32, value) for value in (0, 3, 1))
+    return builder.call(function, [builder.inttoptr(address, _BYTES), read, keep, data])
 
 
-@_instruction(plain=_nothing)
-def _fence(_typing: Any) -> Any:
-    """Orders non-temporal stores before any later store, such as the one that publishes the bytes."""
+def _emit_fence(builder: Any) -> Any:
+    fence = builder.fence("seq_cst")
+    if not _IS_X86:
+        return fence
+    # LLVM's fence becomes a locked instruction on x86, which need not order non-temporal stores.
+    sfence = builder.module.declare_intrinsic("llvm.x86.sse.sfence", (), ir.FunctionType(ir.VoidType(), ()))
+    return builder.call(sfence, ())
 
-    def emit(builder: Any) -> None:
-        builder.fence("seq_cst")
-        if _IS_X86:
-            # LLVM's fence becomes a locked instruction on x86, which need not order non-temporal stores.
-            sfence = builder.module.declare_intrinsic("llvm.x86.sse.sfence", (), ir.FunctionType(ir.VoidType(), ()))
-            builder.call(sfence, ())
 
-    return _emits(emit, 0)
+# copy_bytes(dst, src, nbytes): for compiled code; they must not overlap.
+copy_bytes = primitive(3, _emit_copy, _plain_copy)
+# Copies one cache line with non-temporal stores; ``dst`` must be a multiple of 64, ``src`` need not.
+_nontemporal_line = primitive(2, _emit_nontemporal_line, lambda dst, src: _plain_copy(dst, src, _LINE))
+# Prefetches a cache line. A hint: harmless at any address, mapped or not.
+prefetch = primitive(1, _emit_prefetch, lambda address: 0)
+# Orders non-temporal stores before any later store, such as the one that publishes the bytes.
+_fence = primitive(0, _emit_fence, lambda: 0)
 
 
 @compiled
 def _copy_one(dst: int, src: int, nbytes: int) -> None:
     if nbytes < _NONTEMPORAL_MIN:
-        _memcpy(dst, src, nbytes)
+        copy_bytes(dst, src, nbytes)
         return
     done = -dst & (_LINE - 1)
     if done > 0:
-        _memcpy(dst, src, done)
+        copy_bytes(dst, src, done)
     while done + _LINE <= nbytes:
         _nontemporal_line(dst + done, src + done)
         done += _LINE
     if done < nbytes:
-        _memcpy(dst + done, src + done, nbytes - done)
+        copy_bytes(dst + done, src + done, nbytes - done)
 
 
 @compiled

@@ -81,13 +81,9 @@ def _compile(function: _F, *, nogil: bool) -> _F:
 def c_function(arity: int, result_bits: int, *, signed: bool = True) -> Any:
     """For compiled code: ``call(address, *arguments)`` calls a C function with ``arity`` integer or pointer arguments.
 
-    With ``NUMBA_DISABLE_JIT=1`` plain Python calls it.
-
     The address is an argument, so the machine code does not depend on where the library was loaded and can be cached on
     disk. result_bits: 0 (void), 8, 32 or 64. signed: how a narrower result is widened to 64 bits.
     """
-    if numba.config.DISABLE_JIT:
-        return _plain_call(arity, result_bits, signed)
     result = ir.VoidType() if result_bits == 0 else ir.IntType(result_bits)
     pointer = ir.FunctionType(result, [_WORD] * arity).as_pointer()
 
@@ -97,7 +93,7 @@ def c_function(arity: int, result_bits: int, *, signed: bool = True) -> Any:
             return value
         return builder.sext(value, _WORD) if signed else builder.zext(value, _WORD)
 
-    return primitive(arity + 1, emit)
+    return primitive(arity + 1, emit, _plain_call(arity, result_bits, signed))
 
 
 def _plain_call(arity: int, result_bits: int, signed: bool) -> Callable[..., int]:
@@ -121,11 +117,14 @@ def libc_functions(*names: str) -> Int64Array:
     return np.array([ctypes.cast(getattr(libc, name), ctypes.c_void_p).value or 0 for name in names], np.int64)
 
 
-def primitive(arity: int, emit: Callable[..., Any]) -> Any:
+def primitive(arity: int, emit: Callable[..., Any], plain: Callable[..., int]) -> Any:
     """For compiled code: a function of ``arity`` int64 arguments that returns an int64.
 
     emit: ``emit(builder, *arguments)`` adds its LLVM instructions and returns the result, for which void stands as 0.
+    plain: the same in Python, with ``NUMBA_DISABLE_JIT=1``.
     """
+    if numba.config.DISABLE_JIT:
+        return plain
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         value = emit(builder, *arguments)

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchkv.arrays import Int64Array
-from torchkv.host.atomics import copy_bytes, exchange, exchange_if, fence, load, store
+from torchkv.host.atomics import exchange, exchange_if, fence, load, store
+from torchkv.host.copy_loops import copy_bytes
 from torchkv.host.jit import compiled
 
 WORDS = st.integers(-(1 << 63), (1 << 63) - 1)

@@ -67,7 +67,8 @@ from torchkv.core.loop.network import received, record_room, send
 from torchkv.core.loop.state.peers import Peer, Record
 from torchkv.core.loop.state.requests import Receive, Send
 from torchkv.core.loop.state.world import GRANT_NBYTES, World, grant_word_at, word_at
-from torchkv.host.atomics import copy_bytes, load, store
+from torchkv.host.atomics import load, store
+from torchkv.host.copy_loops import copy_bytes
 from torchkv.host.jit import compiled
 
 __all__ = [

@@ -27,7 +27,8 @@ from torchkv.core.loop.limits import GATES, GRAIN, IDS, LAUNCH_FIELDS, MAX_FLYIN
 from torchkv.core.loop.state.requests import Op, Send
 from torchkv.core.loop.state.world import World
 from torchkv.core.loop.stripes import granted_to, owed_pairs
-from torchkv.host.atomics import copy_bytes, load, store
+from torchkv.host.atomics import load, store
+from torchkv.host.copy_loops import copy_bytes
 from torchkv.host.jit import c_function, compiled
 
 __all__ = [

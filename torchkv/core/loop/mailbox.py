@@ -41,7 +41,8 @@ from torchkv.core.loop.limits import (
 from torchkv.core.loop.network import record_room, send
 from torchkv.core.loop.state.peers import Peer, Record
 from torchkv.core.loop.state.world import GRANT_NBYTES, World, word_at
-from torchkv.host.atomics import copy_bytes, exchange_if, fence, load, store
+from torchkv.host.atomics import exchange_if, fence, load, store
+from torchkv.host.copy_loops import copy_bytes
 from torchkv.host.futex import futex_wake
 from torchkv.host.jit import compiled
 

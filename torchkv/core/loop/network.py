@@ -26,7 +26,8 @@ from torchkv.core.loop.codes import CHECK, FLUSH, FREE_REQUEST, PROBE, PROGRESS,
 from torchkv.core.loop.limits import MESSAGE_NBYTES, RECORD_NBYTES
 from torchkv.core.loop.state.peers import Peer
 from torchkv.core.loop.state.world import World, word_at
-from torchkv.host.atomics import copy_bytes, load, store
+from torchkv.host.atomics import load, store
+from torchkv.host.copy_loops import copy_bytes
 from torchkv.host.jit import c_function, compiled
 
 __all__ = [

@@ -27,7 +27,8 @@ from torchkv.core.loop.mailbox import owe, tell_brief
 from torchkv.core.loop.state.peers import Record
 from torchkv.core.loop.state.requests import Receive
 from torchkv.core.loop.state.world import AUX_AT, World, word_at
-from torchkv.host.atomics import copy_bytes, load, store
+from torchkv.host.atomics import load, store
+from torchkv.host.copy_loops import copy_bytes
 from torchkv.host.jit import compiled
 
 __all__ = ["cover", "on_record", "pay_verdict", "succeed", "unheard", "writer_of"]

@@ -31,8 +31,8 @@ from torchkv.core.loop.state.peers import Peer, Record
 from torchkv.core.loop.state.requests import Op, Send
 from torchkv.core.loop.state.world import AUX_AT, World
 from torchkv.core.loop.stripes import converts, granted_to, owed_pairs, place_pairs, segments
-from torchkv.host.atomics import copy_bytes, load
-from torchkv.host.copy_loops import SHORT_RUN
+from torchkv.host.atomics import load
+from torchkv.host.copy_loops import SHORT_RUN, copy_bytes
 from torchkv.host.jit import compiled
 
 __all__ = [

@@ -27,8 +27,8 @@ from torchkv.core.loop.state.peers import Record
 from torchkv.core.loop.state.requests import Receive, Unpacking, Writer
 from torchkv.core.loop.state.world import World
 from torchkv.core.loop.stripes import converts, owed_pairs, place_pairs, segments, sizes
-from torchkv.host.atomics import copy_bytes, load
-from torchkv.host.copy_loops import pairs_at
+from torchkv.host.atomics import load
+from torchkv.host.copy_loops import copy_bytes, pairs_at
 from torchkv.host.jit import compiled
 
 __all__ = ["follow", "forget_source", "land", "on_staged", "pay_credit", "unpack_room"]

@@ -11,7 +11,8 @@ from torchkv.core.loop.limits import RECORD_NBYTES
 from torchkv.core.peers import NetworkLane
 from torchkv.core.receives import Receives
 from torchkv.engine.resident.routes import Routes
-from torchkv.host.atomics import copy_bytes, load, store
+from torchkv.host.atomics import load, store
+from torchkv.host.copy_loops import copy_bytes
 from torchkv.transfer.peer_connection import PeerConnection
 
 __all__ = [
