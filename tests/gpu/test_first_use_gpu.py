@@ -22,9 +22,9 @@ from tests.helpers.ranks.gpu_pair import (
     gpu_group,
     needs_gpus,
     registered_cache,
-    until,
 )
 from tests.helpers.ranks.small_cache import meet, page_bytes
+from tests.helpers.waiting import until
 from torchkv import KVCache, KVProcessGroup, TransferTimeout
 from torchkv.engine.joining import registration
 from torchkv.staging.cuda_pack import CudaPackLauncher

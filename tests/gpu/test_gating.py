@@ -21,10 +21,10 @@ from tests.helpers.ranks.gpu_pair import (
     held,
     needs_gpus,
     registered_cache,
-    until,
 )
 from tests.helpers.ranks.lane_transfer import random_fill
 from tests.helpers.ranks.small_cache import meet, page_bytes
+from tests.helpers.waiting import until
 from torchkv import KVCache, KVProcessGroup, KVWork, ProtocolError, TransferCancelled
 from torchkv.cuda.graph_gate import GraphGate
 

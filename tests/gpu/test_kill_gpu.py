@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.harness import Ranks, ask, kv_world
-from tests.helpers.ranks.gpu_pair import needs_gpus, until
+from tests.helpers.ranks.gpu_pair import needs_gpus
 from tests.helpers.ranks.lane_transfer import own_device, random_fill
 from tests.helpers.ranks.small_cache import NUM_PAGES, Never, page_bytes, small_layout
+from tests.helpers.waiting import until
 from torchkv import KVCache, KVWork, PeerLost
 
 SURVIVOR, VICTIM, BYSTANDER = range(3)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from tests.helpers.harness import Ranks
-from tests.helpers.ranks.gpu_pair import needs_gpus, until
+from tests.helpers.ranks.gpu_pair import needs_gpus
 from tests.helpers.sync_words import has_passed
+from tests.helpers.waiting import until
 from torchkv.cuda.driver import num_queues
 from torchkv.cuda.side_streams import RESERVED_QUEUES, enough_queues, num_waiting_streams
 from torchkv.kernels.gpu_context import GpuContext

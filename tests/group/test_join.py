@@ -24,6 +24,7 @@ from tests.helpers.ranks.member import (
     layout,
     leave,
 )
+from tests.helpers.waiting import until
 from torchkv import (
     KVCache,
     LayoutMismatch,
@@ -108,10 +109,7 @@ def wait_for_a_dead_one() -> tuple[str, float, list[tuple[str, bool]], dict[int,
     with pytest.raises(PeerLost) as caught:
         rx.wait(20)
     lost = time.monotonic() - began
-    until = time.monotonic() + 20
-    while "p" in kv.peers() or not caught.value.pages_safe:
-        assert time.monotonic() < until
-        time.sleep(0.005)
+    until(lambda: "p" not in kv.peers() and caught.value.pages_safe, "the writer is forgotten, and the pages are safe")
     return str(caught.value), lost, told, kv.quarantined()
 
 
@@ -173,14 +171,8 @@ def test_a_verb_may_name_an_address() -> None:
         assert d.connect(p.address).result(0) == "p"
 
 
-def await_instance(kv: torchkv.KVMember, name: str) -> None:
-    until = time.monotonic() + 20
-    while name not in kv.peers() and time.monotonic() < until:
-        time.sleep(0.005)
-
-
 def send_one(p: torchkv.KVMember) -> None:
-    await_instance(p, "d")
+    until(lambda: "d" in p.peers(), "the reader is here")
     torchkv.send_pages("r", [3, 4], "d", group=p)
     torchkv.finish("r", "d", group=p).wait(20)
 
@@ -193,14 +185,11 @@ def test_who_closes_is_forgotten_at_once_although_its_process_lives_on() -> None
         for life in range(1, 4):
             with member("p", heartbeat=60.0) as p:
                 assert d.connect(p.address).result(20) == "p"
-                await_instance(p, "d")
+                until(lambda: "d" in p.peers(), "the reader is here")
                 rx = d.recv_pages(f"r{life}", [1, 2], "p")
             with pytest.raises((PeerLost, TransferCancelled), match=r"has left|was destroyed"):
                 rx.wait(20)
-            until = time.monotonic() + 20
-            while d.peers():
-                assert time.monotonic() < until, d.peers()
-                time.sleep(0.005)
+            until(lambda: not d.peers(), "the other is forgotten")
             assert told == [("p", True), ("p", False)] * life
         assert d.quarantined() == {}
 

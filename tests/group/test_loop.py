@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from tests.helpers.harness import Ranks, kv_group
 from tests.helpers.ranks.loop_ways import READER, WAYS, WRITER
 from tests.helpers.ranks.small_cache import NUM_PAGES, check_transfer, meet, page_bytes, random_cache
+from tests.helpers.waiting import until
 from torchkv import KVCache, KVError, KVProcessGroup, KVWork, PageOutOfRange, ProtocolError
 from torchkv.engine.joining.registration import Registration
 from torchkv.engine.resident.flows import Flows
@@ -238,10 +238,7 @@ def the_last_request() -> None:
         served(kv)
         assert kv._verbs is not None
         engine = kv._verbs.engine
-        until = time.monotonic() + 20
-        while engine.sender.requests.by_key or engine.receiver.requests.live:
-            assert time.monotonic() < until, "its pages stay leased"
-            time.sleep(0.01)
+        until(lambda: not (engine.sender.requests.by_key or engine.receiver.requests.live), "its pages are free")
         meet(kv)
 
 

@@ -12,6 +12,7 @@ from tests.helpers.harness import Ranks
 from tests.helpers.hosts import Hosts, unavailable
 from tests.helpers.jobs import SECRET, Jobs, new_secret_file
 from tests.helpers.ranks.member import Member, await_forgotten, await_peer, connect, fill, footprint, footprint_within
+from tests.helpers.waiting import until
 from torchkv import KVError
 from torchkv.engine.joining import membership
 from torchkv.engine.resident import routes
@@ -144,10 +145,7 @@ def begin_to_receive() -> None:
 
 
 def await_arrival() -> None:
-    until = time.monotonic() + 20
-    while not Member.works[0].bytes:
-        assert time.monotonic() < until
-        time.sleep(0.005)
+    until(lambda: Member.works[0].bytes > 0, "the first bytes have come")
 
 
 def failure() -> tuple[str, float, bool, dict[int, tuple[int, ...]]]:

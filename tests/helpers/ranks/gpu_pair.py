@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +27,6 @@ __all__ = [
     "held",
     "needs_gpus",
     "registered_cache",
-    "until",
 ]
 
 WRITER, READER = range(2)
@@ -88,17 +83,3 @@ def held(*streams: torch.cuda.Stream) -> Iterator[list[HostReleasedWait]]:
         yield [sync_words.hold(stream) for stream in streams]
     finally:
         sync_words.close()
-
-
-def until(condition: Callable[[], bool], operation: str, *, seconds: float = 30.0) -> None:
-    """Polls ``condition``. Fails with ``operation``, and what all threads are doing, if it does not come true."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"after {seconds:g} s not yet: {operation}\n{_stacks()}"
-        time.sleep(0.002)
-
-
-def _stacks() -> str:
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames().items()
-    return "\n".join(f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames)

@@ -6,7 +6,6 @@ And ranks of which the loops have met, and what a rank's loop is given.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.ranks.small_cache import Gate, check_transfer
+from tests.helpers.waiting import until
 from torchkv import KVProcessGroup, KVWork
 from torchkv.core.core import Core
 from torchkv.core.way import Way
@@ -91,8 +91,6 @@ def acquaint(kv: KVProcessGroup, *ranks: int) -> None:
             if writer != reader:
                 check_transfer(kv, writer, reader)
     assert kv._verbs is not None
-    flows, until = kv._verbs.engine.flows, time.monotonic() + 20
+    flows = kv._verbs.engine.flows
     assert flows is not None
-    while not all(flows.core.peers.hears(rank) for rank in ranks if rank != kv.rank()):
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    until(lambda: all(flows.core.peers.hears(rank) for rank in ranks if rank != kv.rank()), "the loops know each other")

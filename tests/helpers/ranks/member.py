@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torchkv
 from tests.helpers.harness import ask
 from tests.helpers.resident import resident_kib
+from tests.helpers.waiting import until
 from torchkv import KVCache, KVLayout, PeerLost, ProtocolError
 
 NUM_PAGES = 24
@@ -83,10 +84,7 @@ def here(name: str) -> bool:
 
 
 def await_peer(name: str, present: bool = True) -> None:
-    until = time.monotonic() + 20
-    while here(name) != present:
-        assert time.monotonic() < until, Member.kv.peers()
-        time.sleep(0.005)
+    until(lambda: here(name) == present, f"{name!r} is {'here' if present else 'away'}")
 
 
 def receive(request: str, src: str, tag: int, count: int = 4) -> str:
@@ -141,19 +139,16 @@ def footprint() -> tuple[int, int, int]:
 
 def footprint_within(limits: tuple[int, int, int]) -> tuple[int, int, int]:
     """`footprint`, once no part of it is above its limit: the kernel and ZeroMQ close in their own time."""
-    until = time.monotonic() + 40
+    end = time.monotonic() + 40
     found = footprint()
     while any(part > limit for part, limit in zip(found, limits, strict=True)):
-        assert time.monotonic() < until, f"{found}, of at most {limits}"
+        assert time.monotonic() < end, f"{found}, of at most {limits}"
         found = footprint()
     return found
 
 
 def await_forgotten() -> None:
-    until = time.monotonic() + 20
-    while Member.kv.peers():
-        assert time.monotonic() < until
-        time.sleep(0.005)
+    until(lambda: not Member.kv.peers(), "nobody is known any more")
 
 
 def owned(limits: tuple[int, int, int] | None = None) -> tuple[int, ...]:

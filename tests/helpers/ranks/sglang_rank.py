@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 import torchkv
+from tests.helpers.waiting import until
 from torchkv.integrations.bootstrap import AddressServer, Prefills
 from torchkv.integrations.sglang_memory import AuxRows, cache_of
 from torchkv.integrations.sglang_requests import FAILED, SUCCESS, WAITING, Receiver, Requests, Sender
@@ -65,9 +66,9 @@ def page(buffer: int, number: int) -> torch.Tensor:
 
 
 def poll_until(*states: int) -> int:
-    until = time.monotonic() + PATIENCE
+    end = time.monotonic() + PATIENCE
     while (state := Rank.now.poll()) not in states:
-        assert time.monotonic() < until, (state, states)
+        assert time.monotonic() < end, (state, states)
         time.sleep(0.002)
     return int(state)
 
@@ -113,10 +114,7 @@ def is_released(room: int) -> bool:
 
 
 def await_release(room: int) -> None:
-    until = time.monotonic() + PATIENCE
-    while not is_released(room):
-        assert time.monotonic() < until
-        time.sleep(0.002)
+    until(lambda: is_released(room), f"room {room} is released")
 
 
 def written(pages: list[int]) -> bool:
@@ -166,10 +164,7 @@ def finish() -> bool:
 def tidy() -> Any:
     """What is left of all requests, which should be nothing."""
     overwrite()
-    until = time.monotonic() + PATIENCE
-    while len(Rank.requests.departures):
-        assert time.monotonic() < until
-        time.sleep(0.002)
+    until(lambda: not len(Rank.requests.departures), "nothing departs any more")
     return Rank.requests.receivers, Rank.requests.kv.quarantined()
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 
 import torchkv
+from tests.helpers.waiting import until
 from torchkv.integrations.layer_groups import Group, cache_of
 from torchkv.integrations.steps import Step
 from torchkv.integrations.worker import WorkerSide
@@ -68,19 +68,16 @@ def results(finished: set[str] = frozenset()) -> dict[str, list[str]]:
 
 
 def await_report(kind: str, request: str, count: int = 1) -> dict[str, list[str]]:
-    until = time.monotonic() + 30
-    while results()[kind].count(request) < count:
-        assert time.monotonic() < until, Rank.reported
-        time.sleep(0.005)
+    until(lambda: results()[kind].count(request) >= count, f"{count} x {request!r} {kind}")
     return Rank.reported
 
 
 def await_grant(request: str) -> None:
-    until = time.monotonic() + 30
-    while Rank.side._receiving[request][1].work is None:
+    def is_granted() -> bool:
         results()
-        assert time.monotonic() < until
-        time.sleep(0.005)
+        return Rank.side._receiving[request][1].work is not None
+
+    until(is_granted, f"{request!r} is granted")
 
 
 def overwrite(pages: list[int]) -> None:

@@ -6,13 +6,14 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 import pytest
 
+from tests.helpers.waiting import until
 from torchkv.bench.scale.loops import Pair
 from torchkv.core import steering
 from torchkv.core.core import Core
@@ -36,13 +37,6 @@ def put(address: int, value: int) -> None:
     store(address, value)
 
 
-def until(happens: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not happens():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.001)
-
-
 @contextmanager
 def running(pair: Pair) -> Iterator[Pair]:
     """Both loops sleep, as on a host of few cores."""
@@ -53,7 +47,7 @@ def running(pair: Pair) -> Iterator[Pair]:
         runner.world["spin"] = 0
         runner.start(fd, np.zeros(1, dtype=np.int64))
     for runner in runners:
-        until(partial(asleep, runner))
+        until(partial(asleep, runner), "it sleeps")
     try:
         yield pair
     finally:
@@ -119,7 +113,7 @@ def test_the_bell_wakes_nobody_meanwhile_and_the_thread_afterwards(pair: Pair) -
     steps = runner.world["steps"]
     put(runner.world["bell"], ASLEEP)
     steering.wake_loop(runner.address)
-    until(lambda: runner.world["steps"] > steps)
+    until(lambda: runner.world["steps"] > steps, "it steps")
 
 
 def test_a_loop_that_is_told_to_stop_is_left_to_its_thread_to_end(pair: Pair) -> None:
@@ -133,7 +127,7 @@ def test_a_loop_that_is_told_to_stop_is_left_to_its_thread_to_end(pair: Pair) ->
 
     caller = threading.Thread(target=attend)
     caller.start()
-    until(lambda: len(calls) > 2)
+    until(lambda: len(calls) > 2, "it attends again and again")
     runner.stop()
     caller.join(30)
     assert not caller.is_alive()
@@ -166,7 +160,7 @@ def test_a_loop_that_sleeps_is_not_woken_for_a_grant(pair: Pair) -> None:
     bound = writer.world["event_tail"]
     pair.grant(flow, [3])
     assert asleep(reader)
-    until(lambda: writer.world["event_tail"] > bound)
+    until(lambda: writer.world["event_tail"] > bound, "an event")
     assert pair.writer.bound(send)[3].tolist() == [3]
 
 
@@ -176,9 +170,9 @@ def test_copies_are_begun_by_the_caller_and_ended_by_the_thread() -> None:
     with running(Pair(layers=layers, pages=pages, turn=1 << 18)) as pair:
         flow = pair.receive(pages)
         send = pair.send(flow, range(pages))
-        until(lambda: asleep(pair.writer.runner))
+        until(lambda: asleep(pair.writer.runner), "the writer sleeps")
         pair.start(send, range(pages))
-        until(lambda: bool((pair.src == pair.dst).all()))
+        until(lambda: bool((pair.src == pair.dst).all()), "the bytes are there")
 
 
 def wait_for(core: Core, kind: int, index: int) -> None:

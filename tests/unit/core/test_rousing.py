@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
+from tests.helpers.waiting import until
 from torchkv.bench.scale.loops import Pair
 from torchkv.core import steering
 from torchkv.core.loop.mailbox import ASLEEP
@@ -31,28 +31,21 @@ def runner() -> Iterator[Runner]:
     runner = pair.writer.runner
     runner.world["spin"] = 0
     runner.start(fd, np.zeros(1, dtype=np.int64))
-    until(lambda: at(runner.world["bell"]) == ASLEEP)
+    until(lambda: at(runner.world["bell"]) == ASLEEP, "it sleeps")
     yield runner
     runner.stop()
     os.close(fd)
-
-
-def until(happens: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not happens():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.001)
 
 
 def test_a_loop_that_sleeps_is_woken_and_spins(runner: Runner) -> None:
     runner.world["spin"] = LONG
     for _ in range(2):  # the second time it is awake already
         steering.rouse(runner.address)
-        until(lambda: runner.world["roused"] == 0)
+        until(lambda: runner.world["roused"] == 0, "it is roused")
         assert at(runner.world["bell"]) == 0
 
 
 def test_where_cores_are_few_nobody_is_woken(runner: Runner) -> None:
     steering.rouse(runner.address)
     assert runner.world["roused"] == 0
-    until(lambda: at(runner.world["bell"]) == ASLEEP)  # it looks up now and then by itself
+    until(lambda: at(runner.world["bell"]) == ASLEEP, "it sleeps")  # it looks up now and then by itself
