@@ -60,8 +60,6 @@ _SETTINGS = {
 # What ``import ucxx`` writes into the environment where the user has set nothing.
 _SET_BY_UCXX = {"UCX_RNDV_THRESH": "8192"}
 
-_SIOCGIFADDR = 0x8915
-
 # Seconds. Over TCP 3 to 5 us were measured (two cores, loopback): system calls on both sides. An RDMA device reads the
 # descriptor by itself; so little is a guess.
 _TCP_PUT, _RDMA_PUT = 3e-6, 0.2e-6

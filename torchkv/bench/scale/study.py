@@ -71,10 +71,10 @@ def message_problem(run: Outcome) -> str:
     return "" if expected == Counter(run.messages) else f"{run.ranks} ranks: {run.messages} messages, not {expected}"
 
 
-def calibrated(requests: int = 400) -> float:
+def calibrated() -> float:
     """Seconds of CPU that one frame or verb takes on this machine, rounded to 0.1 us."""
     Simulation(Shape(BUSY), SHORT, requests=50).run()  # compiles, and loads from disk
-    return round(Simulation(Shape(BUSY), SHORT, requests=requests).run().cpu_per_event, 7)
+    return round(Simulation(Shape(BUSY), SHORT, requests=400).run().cpu_per_event, 7)
 
 
 def known_peers(peers: Sequence[int], workload: Workload, model: LinkModel, *, requests: int, seed: int) -> list[Known]:
