@@ -6,7 +6,7 @@ import torch
 
 from torchkv.cache import KVCache
 
-__all__ = ["count_wrong"]
+__all__ = ["count_wrong", "differing"]
 
 
 def count_wrong(source: KVCache, got: KVCache, src: torch.Tensor, dst: torch.Tensor) -> int:
@@ -24,3 +24,8 @@ def count_wrong(source: KVCache, got: KVCache, src: torch.Tensor, dst: torch.Ten
             expected = want.view(torch.int16)[src][:, :, heads.start : heads.stop]
             wrong += int((expected != have.view(torch.int16)[dst]).sum()) * 2
     return wrong
+
+
+def differing(one: torch.Tensor, other: torch.Tensor) -> int:
+    """How many bytes of two tensors of one size differ."""
+    return int((one.contiguous().view(torch.uint8) != other.contiguous().view(torch.uint8)).sum())

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from torchkv.arrays import Int64Array
+from torchkv.bench.check import differing
 from torchkv.bench.prefill.cores import pin, two_cores, waited
 from torchkv.bench.prefill.decoder import VOCABULARY, Decoder, ModelSize, Reduce
 from torchkv.bench.prefill.gates import PipelineResult, Way
@@ -367,18 +368,13 @@ def _count_wrong(rank: _Rank, cache: KVCache, prompt: torch.Tensor, first: torch
     expected = rank.model(prompt, plain)
     wrong = 8 * int(int(expected.argmax()) != int(first))
     plain.num_tokens = len(prompt)
-    wrong += _differing(rank.model(first.to(rank.device), plain), logits)
+    wrong += differing(rank.model(first.to(rank.device), plain), logits)
     # Slots after the prompt in its last page are sent too, but hold the sender's poison, which is this rank's as well.
     untouched = torch.ones(len(rows(cache, "k", 0)), dtype=torch.bool, device=rank.device)
     untouched[rank.slots] = False
     for (layer, shard), tensors in plain.layers.items():
         for name, want in zip(("k", "v"), tensors, strict=True):
             found = shard_of(rows(cache, name, layer), shard, want)
-            wrong += _differing(want, found[rank.slots])
+            wrong += differing(want, found[rank.slots])
             wrong += int((found[untouched].view(torch.uint8) != POISON).sum())
     return wrong
-
-
-def _differing(one: torch.Tensor, other: torch.Tensor) -> int:
-    """How many bytes of two tensors of one size differ."""
-    return int((one.contiguous().view(torch.uint8) != other.contiguous().view(torch.uint8)).sum())

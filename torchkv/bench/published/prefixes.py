@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from torchkv.arrays import Int64Array
+from torchkv.bench.check import differing
 from torchkv.bench.prefill.decoder import VOCABULARY, Decoder, ModelSize
 from torchkv.bench.prefill.memories import Behind, Held, Plain, rows
 from torchkv.bench.processes import run_two
@@ -272,12 +273,8 @@ def _count_wrong(cache: KVCache, answer: _Answer, whole: Plain, model: Decoder) 
     wrong = 0
     for (layer, _), tensors in whole.layers.items():
         for name, want in zip(("k", "v"), tensors, strict=True):
-            wrong += _differing(rows(cache, name, layer)[slots], want)
-    return wrong + _differing(model(torch.tensor([answer.first]), whole), answer.logits)
-
-
-def _differing(one: torch.Tensor, other: torch.Tensor) -> int:
-    return int((one.contiguous().view(torch.uint8) != other.contiguous().view(torch.uint8)).sum())
+            wrong += differing(rows(cache, name, layer)[slots], want)
+    return wrong + differing(model(torch.tensor([answer.first]), whole), answer.logits)
 
 
 def _tensors(cache: KVCache) -> Iterator[torch.Tensor]:
