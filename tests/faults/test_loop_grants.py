@@ -8,7 +8,7 @@ The seeds of `test_simulated_loops` seldom hit these moments, so each is made he
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,15 +17,11 @@ from torchkv_loopback.channel import LoopbackChannel
 from tests.helpers.references.memory import snapshot
 from tests.helpers.references.page_transfer import Pool
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
-from tests.helpers.simulation.flows import short_runs
+from tests.helpers.simulation.flows import core_of, full_speed, short_runs, stall
 from tests.helpers.simulation.requests import done, layout, seed, send, shadow
-from torchkv.core.core import Core
-from torchkv.core.runner import Runner
 from torchkv.engine.resident.flows import Flows
 from torchkv.engine.work import KVWork
 from torchkv.errors import PageOutOfRange, ProtocolError, TransferCancelled
-
-NOBODY = "no resident loop here"
 
 
 class Way:
@@ -49,9 +45,7 @@ def cluster(*sizes: tuple[str, int]) -> Cluster:
     places = [Place(name, layout(rank, size)) for name, size in sizes for rank in range(size)]
     made = Cluster(places, seed=seed(), views=not Way.network, network=Way.network, apart=Way.network)
     for rank in made.ranks:
-        core = core_of(rank)
-        core.runner.step = lambda core=core: Runner.step(core.runner)
-        core.world["window"], core.world["turn"] = 64, 1 << 20
+        full_speed(rank)
     if made.network is not None:
         made.network.pieces, made.network.slowness = 0.0, 1.0
         pairs = [(a, b) for a in made.ranks for b in made.ranks if a is not b]
@@ -59,22 +53,6 @@ def cluster(*sizes: tuple[str, int]) -> Cluster:
             a.engine.flows.routes.lane(b.rank, a.engine.connection(b.rank))
         assert made.run(lambda: all(core_of(a).peers.hears(b.rank) for a, b in pairs), limit=1)
     return made
-
-
-def core_of(rank: Rank) -> Core:
-    assert rank.engine.flows is not None, NOBODY
-    return rank.engine.flows.core
-
-
-def stall(rank: Rank) -> Callable[[], None]:
-    """The rank's loop gets no processor, until the result is called."""
-    core = core_of(rank)
-    core.runner.step = lambda: False
-
-    def go_on() -> None:
-        core.runner.step = lambda: Runner.step(core.runner)
-
-    return go_on
 
 
 def unchanged(before: Pool, rank: Rank) -> bool:

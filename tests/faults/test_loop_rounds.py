@@ -11,10 +11,9 @@ import pytest
 
 from tests.helpers.references.memory import snapshot
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
+from tests.helpers.simulation.flows import core_of, full_speed, stall
 from tests.helpers.simulation.requests import done, layout, seed, shadow
-from torchkv.core.core import Core
 from torchkv.core.loop.codes import VOTED
-from torchkv.core.runner import Runner
 from torchkv.engine.work import KVWork
 from torchkv.errors import PageOutOfRange, PeerLost, TransferCancelled, TransferTimeout
 from torchkv.options import Options
@@ -27,26 +26,8 @@ def cluster(**options: float) -> Cluster:
     places = [Place("p", layout()), Place("d", layout(0, 2)), Place("d", layout(1, 2))]
     made = Cluster(places, seed=seed(), views=True, options=Options(transport="loopback", **options))
     for rank in made.ranks:
-        core = core_of(rank)
-        core.runner.step = lambda core=core: Runner.step(core.runner)
-        core.world["window"], core.world["turn"] = 64, 1 << 20
+        full_speed(rank)
     return made
-
-
-def core_of(rank: Rank) -> Core:
-    assert rank.engine.flows is not None
-    return rank.engine.flows.core
-
-
-def stall(rank: Rank) -> Callable[[], None]:
-    """The rank's loop gets no processor, until the result is called."""
-    core = core_of(rank)
-    core.runner.step = lambda: False
-
-    def go_on() -> None:
-        core.runner.step = lambda: Runner.step(core.runner)
-
-    return go_on
 
 
 def states(rank: Rank, state: int) -> int:

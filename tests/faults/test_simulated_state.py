@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -12,9 +11,10 @@ import torch
 from torchkv_loopback import Faults
 
 from tests.helpers.references.memory import Shadow, guarded, slot_bytes, slot_snapshot
+from tests.helpers.simulation import requests
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
+from tests.helpers.simulation.requests import done
 from tests.helpers.simulation.scenario import Scenario
-from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, PageOutOfRange, TransferCancelled, TransferTimeout
 from torchkv.layout.layer_groups import SLOTS
 from torchkv.layout.layout import KVLayout, State
@@ -28,24 +28,12 @@ SEEDS = range(2000, 2150)
 Patch = pytest.MonkeyPatch
 
 
-def hybrid(tp_rank: int = 0, tp_size: int = 1) -> KVLayout:
-    return KVLayout.gqa(
-        num_layers=2,
-        num_kv_heads=2,
-        head_dim=4,
-        page_size=4,
-        dtype=torch.int16,
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        states=STATES,
-    )
+def hybrid() -> KVLayout:
+    return KVLayout.gqa(num_layers=2, num_kv_heads=2, head_dim=4, page_size=4, dtype=torch.int16, states=STATES)
 
 
-def cluster(*layouts: tuple[str, KVLayout], faults: Faults = SLOW) -> Cluster:
-    """Has a fresh seed, which pytest prints when the test fails."""
-    seed = random.SystemRandom().getrandbits(32)
-    print(f"seed {seed}")
-    return Cluster([Place(name, layout, num_slots=4) for name, layout in layouts], seed=seed, faults=faults)
+def cluster(*layouts: tuple[str, KVLayout]) -> Cluster:
+    return Cluster([Place(name, layout, num_slots=4) for name, layout in layouts], seed=requests.seed(), faults=SLOW)
 
 
 def pair() -> Cluster:
@@ -54,10 +42,6 @@ def pair() -> Cluster:
 
 def flying(world: Cluster) -> int:
     return sum(world.world.in_flight.values())
-
-
-def done(*works: KVWork) -> Callable[[], bool]:
-    return lambda: all(work.is_completed() for work in works)
 
 
 # -- races ------------------------------------------------------------------------------------------------------------

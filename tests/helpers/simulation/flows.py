@@ -10,7 +10,9 @@ import pytest
 
 from tests.helpers.references.page_transfer import Pool
 from tests.helpers.simulation.cluster import Rank
+from torchkv.core.core import Core
 from torchkv.core.loop.limits import MAX_FLOWS, MAX_GPU_SENDS, MAX_OPS
+from torchkv.core.runner import Runner
 from torchkv.engine.engine import Engine
 from torchkv.engine.resident import routes
 from torchkv.engine.work import KVWork
@@ -18,7 +20,7 @@ from torchkv.protocol.actions import ANYBODY
 from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.protocol.sending.request import SenderRequest
 
-__all__ = ["Flow", "Gate", "Receiving", "Sending", "flows_left", "short_runs"]
+__all__ = ["Flow", "Gate", "Receiving", "Sending", "core_of", "flows_left", "full_speed", "short_runs", "stall"]
 
 
 @contextmanager
@@ -27,6 +29,29 @@ def short_runs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(routes, "MIN_RUN", 1)
         yield
+
+
+def core_of(rank: Rank) -> Core:
+    assert rank.engine.flows is not None, "no resident loop here"
+    return rank.engine.flows.core
+
+
+def full_speed(rank: Rank) -> None:
+    """Its loop takes every step that it may, each as large as those of a real one."""
+    core = core_of(rank)
+    core.runner.step = lambda: Runner.step(core.runner)
+    core.world["window"], core.world["turn"] = 64, 1 << 20
+
+
+def stall(rank: Rank) -> Callable[[], None]:
+    """The rank's loop gets no processor, until the result is called."""
+    core = core_of(rank)
+    core.runner.step = lambda: False
+
+    def go_on() -> None:
+        core.runner.step = lambda: Runner.step(core.runner)
+
+    return go_on
 
 
 @dataclass(frozen=True, slots=True)
