@@ -62,9 +62,9 @@ def expect_lost_work(start: Callable[[], KVWork]) -> None:
     expect_lost(lambda: start().wait(PATIENCE))
 
 
-def pages_are_free_again(kv: KVProcessGroup, request: str, rx: KVWork) -> None:
+def pages_are_free_again(kv: KVProcessGroup, rx: KVWork) -> None:
     """The victim's death is known, so nothing of it can land any more."""
-    kv.cancel(request).wait(PATIENCE)
+    kv.cancel("r").wait(PATIENCE)
     assert kv.quarantined() == {}
     error = rx.exception()
     assert isinstance(error, KVError)
@@ -117,7 +117,7 @@ def receive_unsent() -> None:
     ask("kill now")
     expect_lost(lambda: rx.wait(PATIENCE))
     expect_lost(lambda: rx.wait_layer(0, PATIENCE))
-    pages_are_free_again(kv, "r", rx)
+    pages_are_free_again(kv, rx)
     expect_lost(lambda: kv.recv_pages("later", PAGES, VICTIM))
 
 
@@ -135,7 +135,7 @@ def receive_half(pages: Any) -> None:
     rx.wait_layer(0, PATIENCE)
     ask("kill now")
     expect_lost(lambda: rx.wait(PATIENCE))
-    pages_are_free_again(kv, "r", rx)
+    pages_are_free_again(kv, rx)
 
 
 def receive_all() -> None:

@@ -22,9 +22,9 @@ def cluster(*sizes: tuple[str, int], views: bool, faults: Faults | None = None) 
     return Cluster(places, seed=seed(), views=views, faults=faults, options=OPTIONS)
 
 
-def exchange(world: Cluster, name: str) -> None:
-    """A request of this name now works as any other."""
-    sent, rx = send(world[0], [1, 2], 1, name), world[1].recv_pages(name, [3, 4], 0)
+def exchange(world: Cluster) -> None:
+    """A request of the same name now works as any other."""
+    sent, rx = send(world[0], [1, 2], 1), world[1].recv_pages("r", [3, 4], 0)
     assert world.run(done(*sent, rx), limit=SOON)
     assert [work.exception() for work in (*sent, rx)] == [None] * (len(sent) + 1)
 
@@ -49,7 +49,7 @@ def test_what_the_receiver_refuses_fails_at_its_sender(first: str, views: bool) 
     with pytest.raises(TransferCancelled):
         sender.finish("r", 1)
     assert world.run(sender.cancel("r").is_completed, limit=SOON)
-    exchange(world, "r")
+    exchange(world)
 
 
 @served_by
@@ -67,7 +67,7 @@ def test_what_its_sender_will_never_begin_fails_at_the_receiver(first: str, view
     assert world.run(done(rx), limit=SOON)
     assert isinstance(rx.exception(), TransferCancelled)
     assert world.run(lambda: receiver.quarantined() == {}, limit=SOON)
-    exchange(world, "r")
+    exchange(world)
 
 
 @served_by
@@ -81,7 +81,7 @@ def test_both_sides_may_say_no(views: bool) -> None:
             else:
                 receiver.refuse("r", 0)
             world.run(limit=0.1)
-        exchange(world, "r")
+        exchange(world)
 
 
 @served_by

@@ -24,10 +24,10 @@ def pair(faults: Faults = SLOW, *, instances: tuple[str, str] = ("p", "d"), sees
     return Cluster(places, seed=seed(), faults=faults, sees_death=sees_death)
 
 
-def two_writers(faults: Faults = SLOW) -> Cluster:
+def two_writers() -> Cluster:
     """Ranks 0 and 1 hold one head each, rank 2 receives both."""
     places = [Place("p", layout(0, 2)), Place("p", layout(1, 2)), Place("d", layout())]
-    return Cluster(places, seed=seed(), faults=faults)
+    return Cluster(places, seed=seed(), faults=SLOW)
 
 
 def flying(cluster: Cluster) -> int:

@@ -83,20 +83,20 @@ class Fake(Pending):
         self.log.append(f"{self.name} waited for")
 
 
-def run_loop(*, flight: int, polled: bool) -> tuple[list[str], Loop]:
+def run_loop(*, polled: bool) -> tuple[list[str], Loop]:
     log: list[str] = []
 
     def begin(number: int) -> Pending:
         log.append(f"{number} begun")
         return Fake(log, str(number), verbs=2, polls=1)
 
-    loop = Loop(begin, flight=flight, polled=polled)
+    loop = Loop(begin, flight=2, polled=polled)
     loop.run(0, 3)
     return log, loop
 
 
 def test_the_loop_keeps_its_requests_in_flight_and_steps_between_their_verbs() -> None:
-    log, loop = run_loop(flight=2, polled=True)
+    log, loop = run_loop(polled=True)
     assert log == [
         *("0 begun", "1 begun", "0 verb", "1 verb", "0 verb", "1 verb"),
         *("2 begun", "2 verb", "2 verb"),
@@ -107,7 +107,7 @@ def test_the_loop_keeps_its_requests_in_flight_and_steps_between_their_verbs() -
 
 
 def test_waiting_calls_all_verbs_first() -> None:
-    log, loop = run_loop(flight=2, polled=False)
+    log, loop = run_loop(polled=False)
     assert log[:8] == [
         *("0 begun", "1 begun", "0 verb", "0 verb", "1 verb", "1 verb"),
         *("0 waited for", "1 waited for"),

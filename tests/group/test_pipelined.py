@@ -48,12 +48,12 @@ class Model(nn.Module):
                 self.between(number)
 
 
-def expect(kv: torchkv.KVProcessGroup, writer: int, pages: list[int]) -> None:
-    """This rank's ``pages`` hold what ``writer`` sends with `show`; other pages of this rank do not."""
+def expect(kv: torchkv.KVProcessGroup, pages: list[int]) -> None:
+    """This rank's ``pages`` hold what rank 0 sends with `show`; other pages of this rank do not."""
     cache = kv._verbs.cache
     assert cache is not None
     expected = torch.empty_like(page_bytes(cache, pages))
-    dist.recv(expected, writer, group=kv)
+    dist.recv(expected, 0, group=kv)
     assert torch.equal(page_bytes(cache, pages), expected)
     assert not torch.equal(page_bytes(cache, pages[::-1]), expected)
 
@@ -94,7 +94,7 @@ def overlapped(num_layers: int) -> None:
             meet(kv)
             rx.wait(30)
             assert rx.aux == b"token"
-            expect(kv, 0, target)
+            expect(kv, target)
             assert torch.equal(page_bytes(cache, [0, 2]), canaries)
         else:
             meet(kv)
@@ -131,7 +131,7 @@ def chunked() -> None:
             show(kv, source, 1)
         elif kv.rank() == 1:
             kv.recv_pages("r", target, 0, prefix_tokens=32).wait(30)
-            expect(kv, 0, target)
+            expect(kv, target)
 
 
 def test_chunks_and_sweeps(four: Ranks) -> None:
@@ -160,11 +160,11 @@ def several() -> None:
             works = [kv.recv_pages("a", [0, 1], 0), kv.recv_pages("b", [2, 3, 4], 0)]
             for work in works:
                 work.wait(30)
-            expect(kv, 0, [0, 1])
-            expect(kv, 0, [2, 3, 4])
+            expect(kv, [0, 1])
+            expect(kv, [2, 3, 4])
         elif kv.rank() == 2:
             kv.recv_pages("a", [5, 6], 0).wait(30)
-            expect(kv, 0, [5, 6])
+            expect(kv, [5, 6])
 
 
 def test_several_requests_and_destinations_in_one_forward(four: Ranks) -> None:
@@ -298,7 +298,7 @@ def one_leaves() -> None:
             rx = kv.recv_pages("b", [1, 14], 0)
             meet(kv)
             rx.wait(30)
-            expect(kv, 0, [1, 14])
+            expect(kv, [1, 14])
         else:
             meet(kv)
 
@@ -325,7 +325,7 @@ def outside_the_grant() -> None:
             show(kv, [9, 2], 1)
         elif kv.rank() == 1:
             kv.recv_pages("r", [5, 4], 0).wait(30)
-            expect(kv, 0, [5, 4])
+            expect(kv, [5, 4])
 
 
 def test_what_the_grant_does_not_allow_is_refused_before_the_forward(four: Ranks) -> None:
@@ -357,7 +357,7 @@ def gated() -> None:
             assert torch.equal(page_bytes(cache, [5, 4]), poison)
             meet(kv)
             rx.wait(30)
-            expect(kv, 0, [5, 4])
+            expect(kv, [5, 4])
         else:
             meet(kv)
 
@@ -400,7 +400,7 @@ def llama() -> None:
             rx = kv.recv_pages("r", target, 0)
             rx.wait(30)
             assert rx.bytes == len(page_bytes(cache, target))
-            expect(kv, 0, target)
+            expect(kv, target)
 
 
 def test_llama_s_pages_are_those_of_sending_once(four: Ranks) -> None:

@@ -110,35 +110,31 @@ def verb(
     return op
 
 
-def send_state(
-    machine: Sender, *layers: int, dst: int = 1, work: str = "state", request: str = "r", now: float = 0.0
-) -> SendOp:
+def send_state(machine: Sender, *layers: int, dst: int = 1, work: str = "state") -> SendOp:
     """Does what `KVEndpoint` does for ``send_state``, or with several layers for ``finish(state_slot=)``."""
-    machine.admit(request, dst, start=0, num_pages=1, state=True)
-    op = SendOp(request, dst, {}, layers, 0, 1, work, state=True)
-    machine.submit(op, now)
+    machine.admit("r", dst, start=0, num_pages=1, state=True)
+    op = SendOp("r", dst, {}, layers, 0, 1, work, state=True)
+    machine.submit(op, 0.0)
     return op
 
 
 def finish(
     machine: Sender,
-    work: str = "finish",
     *,
     dst: int = 1,
     aux: bytes = b"",
     slot: int | None = None,
-    now: float = 0.0,
 ) -> None:
     machine.check_finish("r", dst, state_slot=slot)
     if slot is not None and (left := machine.state_left("r", dst)):
-        machine.submit(SendOp("r", dst, {}, left, 0, 1, work, state=True), now)
-    machine.finish("r", dst, aux=aux, work=work, now=now)
+        machine.submit(SendOp("r", dst, {}, left, 0, 1, "finish", state=True), 0.0)
+    machine.finish("r", dst, aux=aux, work="finish", now=0.0)
 
 
-def moved(machine: Sender, op: SendOp, *, now: float = 0.0) -> None:
+def moved(machine: Sender, op: SendOp) -> None:
     """Reports, as the engine does, that ``op`` was carried out."""
     machine.attest(op, op.layers, nbytes=64, path="runs")
-    machine.op_finished(op, None, flushed=True, now=now)
+    machine.op_finished(op, None, flushed=True, now=0.0)
 
 
 def post(

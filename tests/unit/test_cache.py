@@ -37,10 +37,10 @@ def mixed() -> KVLayout:
     )
 
 
-def tensors(layout: KVLayout, num_pages: int = PAGES) -> dict[str, list[torch.Tensor | None]]:
+def tensors(layout: KVLayout) -> dict[str, list[torch.Tensor | None]]:
     return {
         c.name: [
-            torch.zeros(num_pages, *layout.page_shape(c.name), dtype=c.dtype)
+            torch.zeros(PAGES, *layout.page_shape(c.name), dtype=c.dtype)
             if layer in layout.component_layers(c.name)
             else None
             for layer in layout.layers

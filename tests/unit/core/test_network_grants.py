@@ -386,9 +386,9 @@ def test_a_peer_that_goes_takes_its_grants_along() -> None:
     assert apart.writer.peers.granted(1, 0, 1, network=True) is None
 
 
-def hear(apart: Apart, steps: int = 60) -> None:
+def hear(apart: Apart) -> None:
     """Both loops go on, and nobody takes what they tell."""
-    for _ in range(steps):
+    for _ in range(60):
         apart.step()
 
 

@@ -117,8 +117,8 @@ class Side:
         prefills = SimpleNamespace(find=lambda bootstrap: self.finding)
         self.requests = Requests(self.kv, self.aux, PAGE, prefills)
 
-    def sender(self, room: int = ROOM) -> Sender:
-        return Sender(self, "host:1", room)
+    def sender(self) -> Sender:
+        return Sender(self, "host:1", ROOM)
 
     def receiver(self, room: int | None = ROOM) -> Receiver:
         return Receiver(self, "host:1", room)

@@ -19,11 +19,11 @@ PREFILL, DECODE = 0, 1
 INSTANCES = ("prefill", "decode")
 
 
-def entry(verb: str, *, request: str = "r7", layers: str = "", ago: float = 3.2, **changes: Any) -> Entry:
+def entry(verb: str, *, layers: str = "", ago: float = 3.2, **changes: Any) -> Entry:
     plain = {
         "record_id": 0,
         "profiling_name": f"torchkv:{verb}",
-        "request": request,
+        "request": "r7",
         "peers": "decode",
         "layers": layers,
         "num_pages": 3,
@@ -89,8 +89,8 @@ def send(state: str = "bound", **changes: Any) -> Send:
     return Send(**{**plain, **changes})
 
 
-def receive(state: str = "live", *, sealed: bool = False, quiescent: bool = False, missing: str = "") -> Receive:
-    writer = WriterOf(rank=PREFILL, sealed=sealed, quiescent=quiescent, missing=missing)
+def receive(state: str = "live", *, sealed: bool = False, missing: str = "") -> Receive:
+    writer = WriterOf(rank=PREFILL, sealed=sealed, quiescent=False, missing=missing)
     return Receive(
         request="r7",
         layer_group="",

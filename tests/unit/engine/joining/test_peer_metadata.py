@@ -80,13 +80,13 @@ def test_metadata_says_how_pages_are_scaled() -> None:
             metadata(cache, scales=[ScaleMetadata("k", values)]).info()
 
 
-def moved(name: str, layer: int, **changes: int) -> Callable[[PeerMetadata], dict[str, Any]]:
-    """That placement changed by so much."""
+def moved(name: str, **changes: int) -> Callable[[PeerMetadata], dict[str, Any]]:
+    """Its placement of layer 1 changed by so much."""
 
     def change(made: PeerMetadata) -> dict[str, Any]:
         placements = [
             msgspec.structs.replace(p, **{field: getattr(p, field) + by for field, by in changes.items()})
-            if (p.component, p.layer) == (name, layer)
+            if (p.component, p.layer) == (name, 1)
             else p
             for p in made.placements
         ]
@@ -108,9 +108,9 @@ BAD: dict[str, tuple[Callable[[PeerMetadata], dict[str, Any]], str]] = {
     "one page more": (lambda made: {"num_pages": 1 << 20}, f"{1 << 20} pages of 'k', layer 0.*outside its region 0"),
     "no slots": (lambda made: {"num_slots": 0}, "0 slots of 'ssm'"),
     "no pages": (lambda made: {"num_pages": 0}, "0 pages of 'k'"),
-    "slots further apart": (moved("ssm", 1, page_stride=1 << 30), "3 slots of 'ssm', layer 1.*outside its region"),
-    "state beyond": (moved("conv", 1, offset=1 << 30), "slots of 'conv', layer 1.*outside its region"),
-    "strange region": (moved("conv", 1, region=1), "outside its region 1"),
+    "slots further apart": (moved("ssm", page_stride=1 << 30), "3 slots of 'ssm', layer 1.*outside its region"),
+    "state beyond": (moved("conv", offset=1 << 30), "slots of 'conv', layer 1.*outside its region"),
+    "strange region": (moved("conv", region=1), "outside its region 1"),
     "state without a place": (without("ssm", 1), "placements do not fit its layout"),
     "pages without a place": (without("k", 0), "placements do not fit its layout"),
     "a state that the layer lacks": (with_extra("conv", 0), "placements do not fit its layout"),
@@ -137,9 +137,9 @@ def test_the_last_byte_of_the_last_page_or_slot_counts(name: str, cache: KVCache
     place = cache.placements[name, 1]
     end = place.offset + (place.num_pages - 1) * place.page_stride + nbytes
     room = cache.storages[0].nbytes - end
-    metadata(cache, **moved(name, 1, offset=room)(metadata(cache))).info()
+    metadata(cache, **moved(name, offset=room)(metadata(cache))).info()
     with pytest.raises(ProtocolError, match=f"end at byte {cache.storages[0].nbytes + 1}"):
-        metadata(cache, **moved(name, 1, offset=room + 1)(metadata(cache))).info()
+        metadata(cache, **moved(name, offset=room + 1)(metadata(cache))).info()
 
 
 @pytest.mark.parametrize("field", ["offset", "page_stride"])

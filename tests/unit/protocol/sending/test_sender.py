@@ -17,10 +17,10 @@ from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.sender import Sender
 
 
-def bound(count: int = 2, *, ids: tuple[int, ...] = (5, 6), prefix: int = 0) -> Sender:
+def bound(count: int = 2, *, ids: tuple[int, ...] = (5, 6)) -> Sender:
     """A sender whose request is bound to a grant and has ``count`` pages under way."""
     machine = sender()
-    machine.on_grant(1, grant(*ids, prefix=prefix), 0.0)
+    machine.on_grant(1, grant(*ids), 0.0)
     verb(machine, count)
     return machine
 
