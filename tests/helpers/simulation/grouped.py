@@ -197,7 +197,7 @@ class GroupScenario:
         leases = rank.engine.receiver.leases
         free = {
             pool: [page for page in np.flatnonzero(leases.marks(pool) == 0).tolist() if page < RECV_PAGES]
-            for pool in range(leases.num_pools)
+            for pool in set(leases.pools.values())
             if not leases.is_of_slots(pool)
         }
         pages = {}

@@ -108,7 +108,7 @@ class Run:
         counts, received = self.writer.engine.sender.counts, self.reader.engine.receiver.counts
         works = [(work.bytes, work.path, work._operation) for work in self.works]
         leases = self.reader.engine.receiver.leases
-        assert not any(leases.marks(pool).any() for pool in range(leases.num_pools))
+        assert not any(leases.marks(pool).any() for pool in leases.pools.values())
         assert (counts.taken_back, received.taken_back) == (0, 0)  # the loops have served it to the end
         return works, counts.outcomes, counts.bytes, received.outcomes, received.bytes
 

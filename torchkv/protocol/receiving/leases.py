@@ -113,10 +113,6 @@ class Leases:
         self.others: OtherLeases | None = None
         self.guard: AbstractContextManager[object] = nullcontext()
 
-    @property
-    def num_pools(self) -> int:
-        return len(self._marks)
-
     def is_of_slots(self, pool: int) -> bool:
         """Whether the places of a pool are state slots only."""
         return all(of_slots for (_, of_slots), other in self.pools.items() if other == pool)
