@@ -28,15 +28,10 @@ def exchange(name: str, writers: Ranks, readers: Ranks, src: str, dst: str, tag:
     writers.join([0])
 
 
-@pytest.fixture
-def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    path = new_secret_file(tmp_path / "secret")
-    return {SECRET: str(path)}
-
-
 @pytest.mark.parametrize("lives", [20, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-def test_nothing_is_left_of_many_lives(lives: int, secret: dict[str, str], tmp_path: Path) -> None:
+def test_nothing_is_left_of_many_lives(lives: int, tmp_path: Path) -> None:
     """File descriptors, threads and shared mappings are as many as before, and resident memory stays where it is."""
+    secret = {SECRET: str(new_secret_file(tmp_path / "secret"))}
     stays = Ranks(1, env=secret, world=False)
     address = join(stays, "stays", STAYS, tmp_path)
     seen: list[tuple[int, ...]] = []

@@ -5,11 +5,11 @@ One seed is one run: set SIMULATION_SEEDS="17" to replay it, "0:2000" to run mor
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import pytest
 
+from tests.helpers.simulation.requests import seed_batches
 from tests.helpers.simulation.scenario import Scenario
 from torchkv.protocol.messages import Attest, Quiesced
 from torchkv.protocol.receiving.endings import ReceiveEndings
@@ -17,20 +17,9 @@ from torchkv.protocol.receiving.open_receives import OpenReceives
 from torchkv.protocol.receiving.receiver import Receiver
 from torchkv.protocol.receiving.request import ReceiverRequest, Writer
 
-SEEDS_PER_TEST = 20
+BATCHES = seed_batches("SIMULATION_SEEDS", "0:120", 20)
 MUTANT_SEEDS = range(50, 200)
 UNSTAGED = ("layer", "slice", "pages")  # those that these mutants damage; test_simulated_staging has others
-
-
-def _seeds() -> range:
-    given = os.environ.get("SIMULATION_SEEDS", "0:120")
-    first, _, last = given.partition(":")
-    return range(int(first), int(last or int(first) + 1))
-
-
-def _batches() -> list[range]:
-    seeds = _seeds()
-    return [seeds[i : i + SEEDS_PER_TEST] for i in range(0, len(seeds), SEEDS_PER_TEST)]
 
 
 def _ids(batch: range) -> str:
@@ -45,14 +34,14 @@ def _assert_clean(seed: int, *, benign: bool) -> Scenario:
     return scenario
 
 
-@pytest.mark.parametrize("batch", _batches(), ids=_ids)
+@pytest.mark.parametrize("batch", BATCHES, ids=_ids)
 def test_nothing_breaks_under_faults(batch: range) -> None:
     """Every call ends, received bytes are exact, no write lands on a page after its lease, nothing is left over."""
     for seed in batch:
         _assert_clean(seed, benign=False)
 
 
-@pytest.mark.parametrize("batch", _batches()[::3], ids=_ids)
+@pytest.mark.parametrize("batch", BATCHES[::3], ids=_ids)
 def test_a_bad_network_alone_fails_nothing(batch: range) -> None:
     """Lost, duplicated and reordered messages slow requests down; every one of them still succeeds."""
     for seed in batch:

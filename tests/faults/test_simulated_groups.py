@@ -5,7 +5,6 @@ One seed is one run: set SIMULATION_SEEDS="17" to replay it, "0:2000" to run mor
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 from tests.helpers.layer_groups import check_received, hybrid, shared_cache, views
 from tests.helpers.simulation.cluster import Cluster, Place
 from tests.helpers.simulation.grouped import GroupScenario
+from tests.helpers.simulation.requests import seed_batches
 from torchkv.cache import KVCache
 from torchkv.errors import PageOutOfRange
 from torchkv.layout.group_map import GroupMap
@@ -22,18 +22,8 @@ from torchkv.protocol.receiving.request import ReceiverRequest
 from torchkv.protocol.sending import grant_checks
 
 Patch = pytest.MonkeyPatch
-SEEDS_PER_TEST = 15
+BATCHES = seed_batches("SIMULATION_SEEDS", "0:60", 15)
 MUTANT_SEEDS = range(60)
-
-
-def _seeds() -> range:
-    first, _, last = os.environ.get("SIMULATION_SEEDS", "0:60").partition(":")
-    return range(int(first), int(last or int(first) + 1))
-
-
-def _batches() -> list[range]:
-    seeds = _seeds()
-    return [seeds[i : i + SEEDS_PER_TEST] for i in range(0, len(seeds), SEEDS_PER_TEST)]
 
 
 def _clean(seed: int, *, benign: bool, views: bool) -> GroupScenario:
@@ -45,7 +35,7 @@ def _clean(seed: int, *, benign: bool, views: bool) -> GroupScenario:
 
 
 @pytest.mark.parametrize("views", [False, True], ids=["channel", "mapped"])
-@pytest.mark.parametrize("batch", _batches(), ids=str)
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
 def test_nothing_breaks_under_faults(batch: range, views: bool) -> None:
     for seed in batch:
         _clean(seed, benign=False, views=views)
@@ -53,7 +43,7 @@ def test_nothing_breaks_under_faults(batch: range, views: bool) -> None:
 
 @pytest.mark.parametrize("views", [False, True], ids=["channel", "mapped"])
 def test_a_bad_network_alone_fails_nothing(views: bool) -> None:
-    for seed in _seeds()[:15]:
+    for seed in BATCHES[0]:
         scenario = _clean(seed, benign=True, views=views)
         assert all(received.work.is_success() for received in scenario.received)
 

@@ -5,8 +5,6 @@ One seed is one run: set JOIN_SEEDS="17" to replay it, "0:2000" to run more.
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 from torchkv_loopback import Faults
@@ -14,14 +12,13 @@ from torchkv_loopback import Faults
 from tests.helpers.simulation import jobs as simulated_jobs
 from tests.helpers.simulation.jobs import Job, Jobs
 from tests.helpers.simulation.lives import NAMES, Life, Requests, layouts, sent_pages
-from tests.helpers.simulation.requests import done
+from tests.helpers.simulation.requests import done, seed_batches
 from torchkv.engine.peers import Peers
 from torchkv.engine.scheduler import TransferScheduler
 from torchkv.errors import KVError, LayoutMismatch, PeerLost, ProtocolError, TransferCancelled
 from torchkv.layout.group_map import GroupMap
 from torchkv.protocol.sending.open_sends import OpenSends
 
-SEEDS_PER_TEST = 10
 LEAVES = 20  # seeds of `leave_in_mid_put`
 
 
@@ -256,14 +253,10 @@ def test_a_verb_that_named_a_rank_which_is_forgotten_meanwhile() -> None:
 # ------------------------------------------------------------------ many jobs
 
 
-def seeds() -> list[range]:
-    first, _, last = os.environ.get("JOIN_SEEDS", "0:20").partition(":")
-    every = range(int(first), int(last or int(first) + 1))
-    return [every[i : i + SEEDS_PER_TEST] for i in range(0, len(every), SEEDS_PER_TEST)]
-
-
 @pytest.mark.parametrize("views", [False, True], ids=["puts", "loop"])
-@pytest.mark.parametrize("batch", seeds(), ids=lambda batch: f"{batch.start}:{batch.stop}")
+@pytest.mark.parametrize(
+    "batch", seed_batches("JOIN_SEEDS", "0:20", 10), ids=lambda batch: f"{batch.start}:{batch.stop}"
+)
 def test_nothing_breaks_while_jobs_come_and_go(batch: range, views: bool) -> None:
     outcomes: list[KVError | None] = []
     for seed in batch:

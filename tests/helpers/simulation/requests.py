@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from tests.helpers.simulation.cluster import Rank
 from torchkv.engine.work import KVWork
 from torchkv.layout.layout import KVLayout
 
-__all__ = ["done", "layout", "seed", "send", "shadow"]
+__all__ = ["done", "layout", "seed", "seed_batches", "send", "shadow"]
 
 
 def layout(tp_rank: int = 0, tp_size: int = 1) -> KVLayout:
@@ -27,6 +28,13 @@ def seed() -> int:
     value = random.SystemRandom().getrandbits(32)
     print(f"seed {value}")
     return value
+
+
+def seed_batches(variable: str, default: str, size: int) -> list[range]:
+    """The seeds that an environment variable names, as "17" or "0:2000", or ``default`` does; so many in each batch."""
+    first, _, last = os.environ.get(variable, default).partition(":")
+    seeds = range(int(first), int(last or int(first) + 1))
+    return [seeds[i : i + size] for i in range(0, len(seeds), size)]
 
 
 def shadow(rank: Rank) -> Shadow:
