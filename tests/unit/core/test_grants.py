@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.notices import ended_ops, kinds
+from tests.helpers.records import tell
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core.device import NO_GATE
 from torchkv.core.loop import mailbox
@@ -273,7 +274,7 @@ def test_no_body_crashes_the_writer(words: dict[str, int], ids: list[int], flow:
     pair.grant(receive, [3, 5])
     pair.run()
     pair = pair_again(pair, receive, words, ids)
-    pair.tell_back(head=GRANT, flows=flow, generation=words.get("generation", 1))
+    tell(pair.reader, 0, head=GRANT, flows=flow, generation=words.get("generation", 1))
     told, _ = pair.run()
     for notice in told:
         assert notice.kind in (BOUND, GRANTED, OP_DONE)

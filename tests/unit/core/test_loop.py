@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.notices import kinds
+from tests.helpers.records import tell
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core.core import Core
 from torchkv.core.loop.codes import (
@@ -116,7 +117,7 @@ def test_a_layer_larger_than_a_group() -> None:
 def test_a_seal_alone_is_no_success() -> None:
     pair = Pair()
     flow = pair.receive(2)
-    pair.tell(head=SEAL, flows=flow, generation=1, lo=2)
+    tell(pair.writer, 1, head=SEAL, flows=flow, generation=1, lo=2)
     assert kinds(pair.run()[1]) == [ALL_HERE]
 
 
@@ -124,8 +125,8 @@ def test_a_hole_is_no_success() -> None:
     pair = Pair(layers=1)
     flow = pair.receive(3)
     for lo, hi in ((0, TOKENS), (2 * TOKENS, 3 * TOKENS)):
-        pair.tell(head=head(WRITTEN, 0, 1), flows=flow, generation=1, lo=lo, hi=hi)
-    pair.tell(head=SEAL, flows=flow, generation=1, lo=3)
+        tell(pair.writer, 1, head=head(WRITTEN, 0, 1), flows=flow, generation=1, lo=lo, hi=hi)
+    tell(pair.writer, 1, head=SEAL, flows=flow, generation=1, lo=3)
     assert kinds(pair.run()[1]) == [ALL_HERE]
 
 
@@ -161,8 +162,8 @@ def test_records_of_an_earlier_generation_are_strays() -> None:
         pair.reader.receives.close(flow)
         pair.reader.receives.free(flow)
     assert pair.receive(1, generation=2) == flow
-    pair.tell(head=head(WRITTEN, 0, 1), flows=flow, generation=1, hi=TOKENS)
-    pair.tell(head=SEAL, flows=flow, generation=1, lo=1)
+    tell(pair.writer, 1, head=head(WRITTEN, 0, 1), flows=flow, generation=1, hi=TOKENS)
+    tell(pair.writer, 1, head=SEAL, flows=flow, generation=1, lo=1)
     heard = pair.run()[1]
     assert kinds(heard) == [STRAY, STRAY]
     assert pair.reader.receives.state(flow).writers[0].intervals == [[]]
@@ -190,7 +191,7 @@ def test_records_of_an_earlier_generation_are_strays() -> None:
 def test_records_that_make_no_sense_are_left_to_python(words: dict[str, int]) -> None:
     pair = Pair()
     flow = pair.receive(2)
-    pair.tell(**{"flows": flow, "generation": 1, **words})
+    tell(pair.writer, 1, **{"flows": flow, "generation": 1, **words})
     assert kinds(pair.run()[1]) == [STRAY]
     assert (pair.dst == 0xAB).all()
 
@@ -199,9 +200,9 @@ def test_aux_without_end() -> None:
     pair = Pair()
     flow = pair.receive(2)
     for _ in range(MAX_AUX // 32):
-        pair.tell(head=head(AUX, 32), flows=flow, generation=1)
+        tell(pair.writer, 1, head=head(AUX, 32), flows=flow, generation=1)
     assert pair.run()[1] == []
-    pair.tell(head=head(AUX, 1), flows=flow, generation=1)
+    tell(pair.writer, 1, head=head(AUX, 1), flows=flow, generation=1)
     assert kinds(pair.run()[1]) == [STRAY]
 
 
@@ -215,7 +216,7 @@ def test_no_record_crashes_the_reader(records: list[tuple[int, int, int, int, in
     pair = Pair(layers=1, pages=2)
     pair.receive(1)
     for which, flows, lo, hi, nbytes in records:
-        pair.tell(head=which, flows=flows, generation=1, lo=lo, hi=hi, nbytes=nbytes)
+        tell(pair.writer, 1, head=which, flows=flows, generation=1, lo=lo, hi=hi, nbytes=nbytes)
     pair.run()
     assert (pair.dst == 0xAB).all()
 

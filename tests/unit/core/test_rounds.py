@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.helpers.records import tell
 from torchkv.core.core import Core
 from torchkv.core.events import Notice
-from torchkv.core.loop import mailbox
 from torchkv.core.loop.codes import AUX, DECIDED, DONE, POSTED, RECEIVED, ROUND_OVER, SEAL, STRAY, VERDICT, WRITTEN
 from torchkv.core.loop.limits import MAX_FLOWS
 from torchkv.protocol.messages import name_hashes
@@ -47,11 +47,7 @@ class Instance:
 
     def tell(self, source: int, rank: int, **words: int) -> None:
         """A record of one rank to another, whatever it says."""
-        core = self.cores[source]
-        record = core.world["record"]
-        for name in ("head", "flows", "generation", "lo", "hi", "nbytes", "spare"):
-            record[name] = words.get(name, 0)
-        mailbox.tell(core.world, core.world["peers"][rank])
+        tell(self.cores[source], rank, **words)
 
     def run(self) -> list[list[tuple[int, int]]]:
         """Steps until nothing is left to do. What each rank tells: kinds of events, and of their records if strayed."""

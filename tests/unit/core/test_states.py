@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.notices import kinds
+from tests.helpers.records import tell
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core.core import Core
 from torchkv.core.loop.codes import (
@@ -156,9 +157,9 @@ def test_a_seal_does_not_do_for_a_state() -> None:
     world = hybrid()
     flow = world.receive(3)
     about = {"flows": flow, "generation": 1}
-    world.pair.tell(head=WRITTEN | LAYERS << 32, lo=0, hi=3 * TOKENS, nbytes=9, **about)
-    world.pair.tell(head=WRITTEN | LAYERS << 8 | (LAYERS + 1) << 32, lo=0, hi=1, nbytes=9, **about)
-    world.pair.tell(head=SEAL, lo=3, **about)
+    tell(world.pair.writer, 1, head=WRITTEN | LAYERS << 32, lo=0, hi=3 * TOKENS, nbytes=9, **about)
+    tell(world.pair.writer, 1, head=WRITTEN | LAYERS << 8 | (LAYERS + 1) << 32, lo=0, hi=1, nbytes=9, **about)
+    tell(world.pair.writer, 1, head=SEAL, lo=3, **about)
     assert kinds(world.pair.run()[1]) == [ALL_HERE]
     state = world.reader.receives.state(flow).writers[0]
     assert state.intervals == [[(0, 3 * TOKENS)]] * LAYERS
@@ -170,8 +171,8 @@ def test_a_seal_of_pages_that_were_not_granted(pages: int) -> None:
     world = hybrid()
     flow = world.receive(0)
     about = {"flows": flow, "generation": 1}
-    world.pair.tell(head=WRITTEN | LAYERS << 8 | (LAYERS + STATES) << 32, lo=0, hi=1, **about)
-    world.pair.tell(head=SEAL, lo=pages, **about)
+    tell(world.pair.writer, 1, head=WRITTEN | LAYERS << 8 | (LAYERS + STATES) << 32, lo=0, hi=1, **about)
+    tell(world.pair.writer, 1, head=SEAL, lo=pages, **about)
     assert kinds(world.pair.run()[1]) == [STRAY]
 
 
@@ -186,7 +187,7 @@ def test_a_seal_of_pages_that_were_not_granted(pages: int) -> None:
 def test_records_that_lie_are_left_to_python(lie: dict[str, int]) -> None:
     world = hybrid()
     flow = world.receive(3)
-    world.pair.tell(**{"flows": flow, "generation": 1, **lie})
+    tell(world.pair.writer, 1, **{"flows": flow, "generation": 1, **lie})
     assert kinds(world.pair.run()[1]) == [STRAY]
     assert world.reader.receives.state(flow).writers[0].states == [False] * STATES
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from torchkv.arrays import Int64Array
 from torchkv.core.core import Core
 from torchkv.core.events import Notice
-from torchkv.core.loop import mailbox
 from torchkv.core.loop.codes import ALONE
 from torchkv.core.loop.limits import MAILBOX_RECORDS
-from torchkv.core.loop.state.peers import Record
 from torchkv.core.runner import TURN
 from torchkv.core.way import Way
 from torchkv.protocol.messages import name_hashes
@@ -119,18 +117,3 @@ class Pair:
         while self.writer.runner.step() | self.reader.runner.step():
             pass
         return self.writer.events.take(), self.reader.events.take()
-
-    def tell(self, **words: int) -> None:
-        """Has the writer's loop send a record, whatever it says."""
-        _tell(self.writer, 1, words)
-
-    def tell_back(self, **words: int) -> None:
-        """Has the reader's loop send a record, whatever it says."""
-        _tell(self.reader, 0, words)
-
-
-def _tell(core: Core, rank: int, words: dict[str, int]) -> None:
-    record = cast(dict[str, int], core.world["record"])
-    for name in Record.__annotations__:
-        record[name] = words.get(name, 0)
-    mailbox.tell(core.world, core.world["peers"][rank])

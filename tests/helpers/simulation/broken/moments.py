@@ -10,6 +10,7 @@ import torch
 from tests.helpers.apart import PAGES, Apart
 from tests.helpers.fakes.loop_gpu import FakeEvent, LoopGpu
 from tests.helpers.notices import kinds
+from tests.helpers.records import tell
 from tests.helpers.simulation.broken.lanes import tells_of_pieces_that_are_only_put
 from tests.helpers.simulation.broken.swapping import swap
 from tests.helpers.staged_apart import StagedApart
@@ -104,8 +105,8 @@ def _takes_records_of_any_generation() -> None:
 def _a_record_of_an_earlier_request() -> str:
     pair = Pair()
     flow = pair.receive(1, generation=2)
-    pair.tell(head=WRITTEN | pair.layers << 32, flows=flow, generation=1, hi=TOKENS, nbytes=8)
-    pair.tell(head=SEAL, flows=flow, generation=1, lo=1)
+    tell(pair.writer, 1, head=WRITTEN | pair.layers << 32, flows=flow, generation=1, hi=TOKENS, nbytes=8)
+    tell(pair.writer, 1, head=SEAL, flows=flow, generation=1, lo=1)
     _, heard = pair.run()
     return "it completes a later one" if any(notice.kind == RECEIVED for notice in heard) else ""
 
