@@ -70,7 +70,7 @@ class Explanation:
 
 
 def explain(
-    thread: ProgressThread, engine: Engine, registration: Registration, rank: int, *, notes: Sequence[str] = ()
+    thread: ProgressThread, engine: Engine, registration: Registration, rank: int, *, notes: Sequence[str]
 ) -> Explanation:
     """Explains ``rank``. Runs on the caller's thread, and asks the progress thread for everything that it owns.
 

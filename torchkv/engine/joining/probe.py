@@ -63,7 +63,7 @@ def measure(
     target: int,
     *,
     stores: bool,
-    gpu: GpuContext | None = None,
+    gpu: GpuContext | None,
 ) -> float:
     """The best rate to a peer in GB/s (1e9 bytes/s). Not for the progress thread.
 
