@@ -52,11 +52,6 @@ def convert(x: torch.Tensor, dtype: torch.dtype, scale: float | torch.Tensor = 1
     return x.float().to(dtype)
 
 
-def _is_scaled(src: torch.dtype, dst: torch.dtype) -> bool:
-    """Whether a conversion uses the receiver's scale."""
-    return FP8 in (src, dst)
-
-
 class ScaleMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """The scales of one component in a rank's registration: little-endian float32, 1, [layers] or [layers, heads]."""
 
@@ -111,7 +106,7 @@ def check_scales(layout: KVLayout, given: GivenScales | None) -> Scales:
     values = {}
     for name, numbers in given.items():
         component = layout.component(name)
-        if not any(_is_scaled(src, component.dtype) for src in component.accept):
+        if not any(FP8 in (src, component.dtype) for src in component.accept):
             raise LayoutMismatch(
                 f"scales of {name!r} would never be used: the component is {component.dtype} and accepts "
                 f"{_names(component)}; name the sender's dtype, as in Component(..., accept=(torch.bfloat16,)), or "

@@ -108,7 +108,7 @@ class Receiver:
             req.cancels.append(work)
             pending.append(work)
             if req.error is None:
-                where = f"its receiver, {self._me}"
+                where = f"its receiver, {self._group_map.name(self._group_map.rank)}"
                 self._endings.fail(req, TransferCancelled(f"request {request!r} was cancelled on {where}"))
             else:
                 self._endings.end_if_quiescent(req)
@@ -318,7 +318,3 @@ class Receiver:
     def _flows(self) -> RequestFlows:
         assert self.requests.flows is not None
         return self.requests.flows
-
-    @property
-    def _me(self) -> str:
-        return self._group_map.name(self._group_map.rank)
