@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KVWork", "drivers", "settle_copied"]
 
+_AT_ONCE = 1e-9  # seconds
 _DIRECT = frozenset({"direct"})
 # Guards the creation and completion of futures, latches and stream waits of all works: both are rare and brief.
 _completing = threading.Lock()
@@ -131,11 +132,11 @@ class KVWork(dist.Work):
         """Blocks until the operation has completed. Returns True.
 
         timeout: a timedelta, or seconds; zero stands for the operation's own deadline, which of ``cancel`` is
-        ``Options.timeout``. Raises the error with which the operation failed, and ``TransferTimeout`` when ``timeout``
-        runs out: the request then goes on. Raises ``ProtocolError`` in a callback of a future, on which nobody could
-        complete the work.
+        ``Options.timeout``; less than zero for a deadline that has passed. Raises the error with which the operation
+        failed, and ``TransferTimeout`` when ``timeout`` runs out: the request then goes on. Raises ``ProtocolError`` in
+        a callback of a future, on which nobody could complete the work.
         """
-        limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+        limit = _seconds(timeout)
         limit = limit or self._limit
         if not self._wait_done(limit):
             loop = None if self._loop is None else self._loop()
@@ -143,7 +144,7 @@ class KVWork(dist.Work):
             if recorder is not None:
                 recorder.waited(self._operation, limit)
             raise TransferTimeout(
-                f"{self._operation}: not complete after wait({limit:g} s); the request goes on",
+                f"{self._operation}: not complete after wait({limit:g} s); it goes on, so wait again",
                 pages_safe=self._pages_safe or self._ended_safely,
             )
         if self._error is not None:
@@ -214,7 +215,7 @@ class KVWork(dist.Work):
         This may be before the work completes: staged transfers have read the pages once they have packed them. Takes
         and raises what `wait` does. If the transfer fails after the pages have been read, nothing is raised here.
         """
-        limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+        limit = _seconds(timeout)
         self._check_caller()
         self._await_events()
         with _completing:
@@ -268,7 +269,7 @@ class KVWork(dist.Work):
         Takes and raises what `wait` does. Also raises ``ProtocolError`` for a layer that this rank does not hold, and
         for the work of another verb.
         """
-        limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+        limit = _seconds(timeout)
         self._layer_wait(layer).wait(limit if limit > 0 else None)
         return True
 
@@ -484,6 +485,15 @@ def settle_copied(works: Sequence[KVWork], nbytes: Sequence[int], path: str) -> 
         if work._recorder is not None:
             work._record_end()
     return completed
+
+
+def _seconds(timeout: timedelta | float) -> float:
+    """``timeout`` in seconds; 0 stands for no limit.
+
+    Less than 0, as what is left until a deadline that has passed, becomes the least time that there is; so does NaN.
+    """
+    limit = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    return limit if limit >= 0 else _AT_ONCE
 
 
 def _await(latch: threading.Lock, limit: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from datetime import timedelta
 
 import pytest
 
@@ -57,6 +58,18 @@ def test_a_work_without_a_deadline_of_its_own_has_a_limit() -> None:
         work.wait()
     work._settle(None)
     assert work.wait()
+
+
+@pytest.mark.parametrize("passed", [-1.0, -1e-9, timedelta(seconds=-2), float("nan")], ids=str)
+def test_a_deadline_that_has_passed_ends_a_wait_at_once(passed: float | timedelta) -> None:
+    """What is left until a deadline may be less than nothing, and is not the same as no limit."""
+    work = KVWork("recv_pages('r')", None, None, 1)
+    for wait in (work.wait, work.wait_source):
+        with pytest.raises(TransferTimeout, match="recv_pages"):
+            wait(passed)
+    work._settle(None)
+    assert work.wait(passed)
+    assert work.wait_source(passed)
 
 
 def test_works_that_are_settled_together_end_as_each_by_itself_would() -> None:
