@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import statistics
 import time
 from typing import Any
@@ -64,6 +65,7 @@ class _Worker:
     """A UCX worker with one registered buffer, made with UCXX and ctypes as a Python program without torchkv would."""
 
     def __init__(self, nbytes: int) -> None:
+        os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")  # of a variable that the import itself sets
         from ucxx._lib import libucxx
 
         self._ucxx = libucxx
