@@ -381,6 +381,8 @@ def _checked(
 
 
 def _check_tensor(where: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutMismatch(f"{where}: this is a {type(tensor).__name__}; give a torch.Tensor, or None")
     if tensor.dtype != dtype:
         raise LayoutMismatch(f"{where}: dtype {tensor.dtype}, the layout says {dtype}")
     if tensor.dim() != len(shape) + 1 or tuple(tensor.shape[1:]) != shape or tensor.shape[0] == 0:

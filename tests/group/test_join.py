@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import torchkv
 from tests.helpers.harness import Ranks, ask
@@ -213,6 +214,14 @@ def test_who_is_not_there_is_an_error() -> None:
 
 
 @pytest.mark.usefixtures("secret")
+def test_who_is_not_in_the_store_is_an_error_that_says_what_to_look_at() -> None:
+    cache = KVCache.empty(layout(0, 1), 4, device="cpu")
+    words = r"'p'.*has it joined, under this very name.*the same store\?"
+    with torchkv.join(cache, "d", store=dist.HashStore()) as d, pytest.raises(TransferTimeout, match=words):
+        d.connect("p", timeout=0.1).result(5)
+
+
+@pytest.mark.usefixtures("secret")
 def test_who_must_be_at_an_address_is_checked() -> None:
     """Also if it is known already who is there."""
     with member("p") as p, member("d") as d:
@@ -249,6 +258,10 @@ def test_bad_arguments_are_refused() -> None:
             torchkv.join(cache, name)
     with pytest.raises(ProtocolError, match="KVCache"):
         torchkv.join([], "p")
+    with pytest.raises(ProtocolError, match=r"options is a dict; give a torchkv\.Options"):
+        torchkv.join(cache, "p", options={"timeout": 5.0})
+    with pytest.raises(ProtocolError, match=r"store is a str; give a dist\.TCPStore"):
+        torchkv.join(cache, "p", store="localhost:29500")
     with pytest.raises(ProtocolError, match="min_gbps"):
         torchkv.join(cache, "p", options=torchkv.Options(min_gbps=1.0))
     with pytest.raises(TransportUnavailable):

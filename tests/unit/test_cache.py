@@ -305,6 +305,7 @@ BAD = [
     (change(w=[None] * 3), r"unknown \['w'\]"),
     (change(k=tensors(gqa())["k"][:2]), "'k': 2 tensors for 3 layers"),
     (k_with(None), "'k' of layer 1.*exists"),
+    (change(k=np.zeros((3, PAGES, 16, 4, 8), np.float16)), "'k' of layer 0: this is a ndarray; give a torch.Tensor"),
     (k_with(torch.zeros(PAGES, 16, 4, 8)), "'k' of layer 1: dtype torch.float32.*torch.bfloat16"),
     (k_with(torch.zeros(PAGES, 4, 16, 8, dtype=BF16)), r"'k' of layer 1: shape \(5, 4, 16, 8\).*16, 4, 8"),
     (k_with(torch.zeros(PAGES, 16, 32, dtype=BF16)), r"'k' of layer 1: shape \(5, 16, 32\)"),

@@ -6,7 +6,7 @@ operation: the verb and request as error messages name them, such as ``send_page
 from __future__ import annotations
 
 from array import array as array_of
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -194,17 +194,20 @@ def as_layers(layers: Layers, layout: KVLayout, *, operation: str) -> tuple[int,
         raise ProtocolError(
             f"{operation}: layers={layers!r:.80} names no layer; this rank holds {_span(layout.layers)}"
         )
+    given: Iterable[Any]
     if isinstance(layers, int | np.integer):
-        given: tuple[Any, ...] = (layers,)
+        given = (layers,)
     else:
-        given = tuple(layers.ravel() if isinstance(layers, np.ndarray) else layers)
+        given = layers.ravel() if isinstance(layers, np.ndarray) else layers
     held = set(layout.layers)
-    for layer in given:
+    found: set[int] = set()
+    for layer in given:  # one by one: a range may be longer than any memory
         if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or layer not in held:
             raise ProtocolError(
                 f"{operation}: layer {layer!r} is not held by this rank, which holds {_span(layout.layers)}"
             )
-    return tuple(sorted({int(layer) for layer in given}))
+        found.add(int(layer))
+    return tuple(sorted(found))
 
 
 def check_one_layer(verb: str, request: str, layer: object) -> None:
@@ -218,7 +221,7 @@ def as_count(value: object, *, operation: str, name: str) -> int:
     if type(value) is int and 0 <= value < 1 << 40:
         return value
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < 1 << 40:
-        raise ProtocolError(f"{operation}: {name}={value!r} must be an integer of at least 0")
+        raise ProtocolError(f"{operation}: {name}={value!r} must be an integer of at least 0 and less than 2**40")
     return int(value)
 
 

@@ -79,6 +79,7 @@ class KVMember(KVVerbs):
     ) -> None:
         super().__init__()
         warn_about_unknown_variables()
+        _check_types(options, store)
         self._rank, self._size = (0, 1) if group is None else (group.rank(), group.size())
         self._options = options
         self._store = store
@@ -226,7 +227,8 @@ class KVMember(KVVerbs):
             except TransferTimeout as error:
                 if gone:
                     raise PeerLost(
-                        f"connect: instance {name!r} has gone, and no other one of this name came"
+                        f"connect: instance {name!r} has gone, and no other one of this name came; name another one, "
+                        "or try again when it has joined again"
                     ) from error
                 if time.monotonic() >= deadline:
                     raise
@@ -237,7 +239,10 @@ class KVMember(KVVerbs):
             if self._closing.wait(STORE_POLL):
                 raise TransferCancelled(f"connect: this instance left while {name!r} was looked up")
             if time.monotonic() >= deadline:
-                raise TransferTimeout(f"connect: no instance {name!r} has published its address in the store")
+                raise TransferTimeout(
+                    f"connect: no instance {name!r} has published its address in the store; has it joined, under this "
+                    "very name, and was it given the same store?"
+                )
         address: str = self._store.get(_key(name)).decode(errors="replace")
         if not ADDRESS.fullmatch(address):
             raise ProtocolError(f"connect: the store names {address!r:.80} as the address of {name!r}")
@@ -264,6 +269,13 @@ def _settle(found: Future[str], name: str, address: str, wanted: str | None) -> 
 
 def _key(instance: str) -> str:
     return f"torchkv/instance/{instance}"
+
+
+def _check_types(options: object, store: object) -> None:
+    if not isinstance(options, Options):
+        raise ProtocolError(f"join: options is a {type(options).__name__}; give a torchkv.Options")
+    if not isinstance(store, dist.Store | None):
+        raise ProtocolError(f"join: store is a {type(store).__name__}; give a dist.TCPStore or dist.FileStore, or None")
 
 
 def _check_group(group: dist.ProcessGroup | None) -> None:
