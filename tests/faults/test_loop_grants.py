@@ -19,6 +19,8 @@ from tests.helpers.references.page_transfer import Pool
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
 from tests.helpers.simulation.flows import core_of, full_speed, short_runs, stall
 from tests.helpers.simulation.requests import done, layout, seed, send, shadow
+from torchkv.core.loop.codes import NEWS
+from torchkv.core.loop.events import emit, event_room
 from torchkv.engine.resident.flows import Flows
 from torchkv.engine.work import KVWork
 from torchkv.errors import PageOutOfRange, ProtocolError, TransferCancelled
@@ -85,6 +87,22 @@ def _owes(rank: Rank) -> bool:
 
 @both_ways
 def test_a_grant_that_the_writer_hears_after_its_end_binds_nothing() -> None:
+    assert _late_grant(cluster(("p", 1), ("d", 1)))
+
+
+def test_a_grant_binds_nothing_after_its_end_although_the_writers_loop_can_tell_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its Python has not taken events for so long that the loop has stopped hearing records."""
+    settle = Flows.settle
+
+    def settle_behind_many_events(flows: Flows) -> None:
+        with flows.core.runner.standing_still():
+            while event_room(flows.core.world):
+                emit(flows.core.world, NEWS, 0, 0)
+        settle(flows)
+
+    monkeypatch.setattr(Flows, "settle", settle_behind_many_events)
     assert _late_grant(cluster(("p", 1), ("d", 1)))
 
 

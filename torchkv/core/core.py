@@ -449,9 +449,12 @@ class Core:
         """Whether the loop has not taken all commands."""
         return bool(self._words[_COMMAND_TAIL] != self._words[_COMMAND_HEAD])
 
-    def settle(self) -> None:
-        """Takes in all commands and all messages that have come. While the loop stands still."""
-        loop.settle(self.world)
+    def settle(self) -> bool:
+        """Takes in all commands and all messages that have come. While the loop stands still.
+
+        False if there are more: take `events`, and call it again.
+        """
+        return bool(loop.settle(self.world))
 
     def make_eager(self) -> None:
         """Python's thread is woken for every event from now on: somebody waits for more than a verdict. Any thread."""

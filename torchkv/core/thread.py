@@ -223,6 +223,7 @@ def _has_work(world: World) -> bool:
     if seals_expected(world) > world["seals"]:
         return True
     for source in range(world["num_peers"]):
-        if world["peers"][source]["inbox"] != 0 and waiting(world["peers"][source]):
+        peer = world["peers"][source]
+        if peer["inbox"] != 0 and waiting(peer, peer["read"]):
             return True
     return False

@@ -15,9 +15,10 @@ from tests.helpers.records import tell
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
 from torchkv.core.device import NO_GATE
 from torchkv.core.loop import mailbox
-from torchkv.core.loop.codes import BOUND, GRANT, GRANTED, NEWS, OP_DONE, RECEIVED, SENT, WAITING
+from torchkv.core.loop.codes import BOUND, GRANT, GRANTED, NEWS, OP_DONE, RECEIVED, SENT, STRAY, WAITING, WRITTEN
+from torchkv.core.loop.events import emit, event_room
 from torchkv.core.loop.grants import IDS_AT
-from torchkv.core.loop.limits import MAX_FLOWS, MAX_GRANTED, MAX_PREFIX
+from torchkv.core.loop.limits import MAX_FLOWS, MAX_GRANTED, MAX_PREFIX, UNPACKINGS
 from torchkv.core.loop.state.peers import Grant
 from torchkv.protocol.messages import name_hashes
 
@@ -207,6 +208,42 @@ def test_a_seal_that_does_not_fit_the_grant_is_left_to_python() -> None:
     pair.writer.finish_send(send, 2, b"")
     pair.grant(flow, [1, 4, 5])
     assert kinds(pair.run()[0]) == [GRANTED]
+
+
+def test_a_grant_is_heard_although_kernels_have_to_make_room_for_what_came_before_it() -> None:
+    """When Python has to know all that was told. What came before is heard in its turn."""
+    pair = Pair()
+    flow, send = pair.receive(2), pair.wait()
+    pair.tell_back(head=WRITTEN)
+    pair.grant(flow, [1, 4])
+    while pair.reader.runner.step():
+        pass
+    world = pair.writer.world
+    world["unpack_tail"] += UNPACKINGS
+    with pair.writer.runner.standing_still():
+        assert pair.writer.settle()
+        assert kinds(pair.writer.events.take()) == [BOUND]
+        world["unpack_tail"] -= UNPACKINGS
+    op = pair.start(send, [2, 7])
+    told, _ = pair.run()
+    assert kinds(told) == [OP_DONE, STRAY]
+    assert pair.writer.op_results([op]) == ([2 * 3 * PAGE], 6)
+
+
+def test_a_loop_that_can_tell_no_more_says_so() -> None:
+    """Python takes what it has told, and has it go on."""
+    pair = Pair()
+    flow, _ = pair.receive(2), pair.wait()
+    pair.grant(flow, [1, 4])
+    while pair.reader.runner.step():
+        pass
+    with pair.writer.runner.standing_still():
+        while event_room(pair.writer.world):
+            emit(pair.writer.world, NEWS, 0, 0)
+        assert not pair.writer.settle()
+        assert set(kinds(pair.writer.events.take())) == {NEWS}
+        assert pair.writer.settle()
+        assert kinds(pair.writer.events.take()) == [BOUND]
 
 
 def test_each_name_meets_its_grant() -> None:

@@ -6,9 +6,10 @@
 FREE, OPEN, SEALED, LEAVING, WAITING, VOTED, SUCCEEDED = 0, 1, 2, 3, 4, 5, 6
 
 # Kinds of records. POSTED to DECIDED go between a rank and the leader of its instance, HELLO through the network only,
-# STAGED, CREDIT and PROMISE between the ends of a standing stage.
+# STAGED, CREDIT and PROMISE between the ends of a standing stage. HEARD goes nowhere: a record that was taken before
+# those in front of it becomes one.
 WRITTEN, AUX, SEAL, VERDICT, GRANT, POSTED, DONE, DECIDED, HELLO, STAGED, CREDIT = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11
-PROMISE = 12
+HEARD, PROMISE = 0, 12
 
 # Who declares that a complete receive has succeeded, if not the loop of the rank that leads the instance. ALONE: this
 # loop, for there are no other ranks. NOBODY: no loop; Python asks the leader.

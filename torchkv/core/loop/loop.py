@@ -13,6 +13,7 @@ from torchkv.core.loop.codes import (
     DONE,
     FINISH,
     GRANT,
+    HEARD,
     HELLO,
     OUTSIDE,
     POST,
@@ -41,8 +42,8 @@ from torchkv.core.loop.grants import (
     pay_hello,
     wait_for_grant,
 )
-from torchkv.core.loop.limits import COMMANDS, DUE, MAX_OPS, RECORD_NBYTES
-from torchkv.core.loop.mailbox import owe, seal_if_done, take
+from torchkv.core.loop.limits import COMMANDS, DUE, MAILBOX_RECORDS, MAX_OPS, RECORD_NBYTES
+from torchkv.core.loop.mailbox import look, mark_heard, owe, seal_if_done, take, waiting
 from torchkv.core.loop.network import MISSED, NONE, drive, receive, received
 from torchkv.core.loop.receiving import pay_verdict
 from torchkv.core.loop.rounds import begin_round, on_decided, on_done, pay_decided, pay_done, pay_posted
@@ -185,9 +186,34 @@ def _heed(world: World, source: int) -> bool:
         on_credit(world, source)
     elif kind == POSTED:
         known = False
+    elif kind == HEARD:
+        known = True
     else:
         known = follow(world, source)
     return known
+
+
+@compiled
+def _hear_ahead(world: World) -> bool:
+    """Takes grants and posts from behind records that wait for kernels, and on none of which they depend.
+
+    See `unpack_room`. False if it has stopped, because Python has to take events first.
+    """
+    for source in range(world["num_peers"]):
+        peer = world["peers"][source]
+        if peer["inbox"] == 0:
+            continue
+        number = peer["read"]
+        while number < peer["read"] + MAILBOX_RECORDS and waiting(peer, number):
+            if not event_room(world):
+                return False
+            kind = look(world, peer, number)
+            if kind in (GRANT, POSTED):
+                mark_heard(peer, number)
+                if not _heed(world, source):
+                    emit(world, STRAY, 0, source)
+            number += 1
+    return True
 
 
 @compiled
@@ -319,8 +345,12 @@ def step(worlds: Sequence[World]) -> bool:
 
 
 @compiled
-def settle(world: World) -> None:
-    """Takes all commands, without copying, and all messages. For a caller that holds the lock."""
+def settle(world: World) -> bool:
+    """Takes all commands, without copying, and all messages. For a caller that holds the lock.
+
+    False if mailboxes have more, for which Python has to take events first. Of what kernels have to make room for, only
+    grants and posts are taken: messages that have come by another way may depend on these.
+    """
     tail = load(world["address"] + _TAIL)
     while world["command_head"] != tail:
         index = _command(world)
@@ -331,6 +361,7 @@ def settle(world: World) -> None:
     if world["lanes"] > 0:
         while _hear_network(world):
             pass
+    return _hear_ahead(world)
 
 
 @compiled

@@ -27,7 +27,7 @@ use under this generation, and that the mailbox's owner is one of its writers. W
 
 from __future__ import annotations
 
-from torchkv.core.loop.codes import OPEN, SEAL, SYSCALL
+from torchkv.core.loop.codes import HEARD, OPEN, SEAL, SYSCALL
 from torchkv.core.loop.limits import (
     DUE,
     GRANTED_IDS,
@@ -57,7 +57,9 @@ __all__ = [
     "SEALS_AT",
     "SEGMENT_NBYTES",
     "count_seals",
+    "look",
     "mailbox_at",
+    "mark_heard",
     "may_run",
     "owe",
     "ring",
@@ -71,7 +73,7 @@ __all__ = [
 ]
 
 ASLEEP, NAPPING, ATTENDED = 1, 2, 3  # of a bell; 0 while the loop's thread is awake
-_SEQ = 56  # offset of a record's ``seq``
+_HEAD, _SEQ = 0, 56  # offsets of a record's ``head`` and ``seq``
 _RECORD = word_at("record")
 
 READS_AT = 8  # offset of the word that says that a rank reads, from its head
@@ -176,18 +178,37 @@ def seal_if_done(world: World, flow: int) -> None:
 
 
 @compiled
-def waiting(peer: Peer) -> bool:
-    """Whether there is a record in the peer's mailbox here."""
-    at = peer["inbox"] + (peer["read"] & (MAILBOX_RECORDS - 1)) * RECORD_NBYTES
-    return bool(load(at + _SEQ) == peer["read"] + 1)
+def _inbox_at(peer: Peer, number: int) -> int:
+    """Address of a record in the peer's mailbox here."""
+    at: int = peer["inbox"] + (number & (MAILBOX_RECORDS - 1)) * RECORD_NBYTES
+    return at
+
+
+@compiled
+def waiting(peer: Peer, number: int) -> bool:
+    """Whether there is a record in the peer's mailbox here behind ``number`` others."""
+    return bool(load(_inbox_at(peer, number) + _SEQ) == number + 1)
 
 
 @compiled
 def take(world: World, peer: Peer) -> bool:
     """Takes the next record of the peer's mailbox into ``world["record"]``; False if there is none."""
-    if not waiting(peer):
+    if not waiting(peer, peer["read"]):
         return False
-    at = peer["inbox"] + (peer["read"] & (MAILBOX_RECORDS - 1)) * RECORD_NBYTES
-    copy_bytes(world["address"] + _RECORD, at, _SEQ)
+    look(world, peer, peer["read"])
     peer["read"] += 1
     return True
+
+
+@compiled
+def look(world: World, peer: Peer, number: int) -> int:
+    """Copies a record that is `waiting` into ``world["record"]``. Its kind."""
+    copy_bytes(world["address"] + _RECORD, _inbox_at(peer, number), _SEQ)
+    kind: int = world["record"]["head"] & 0xFF
+    return kind
+
+
+@compiled
+def mark_heard(peer: Peer, number: int) -> None:
+    """A record that is `waiting` says nothing when its turn comes."""
+    store(_inbox_at(peer, number) + _HEAD, HEARD)

@@ -136,9 +136,9 @@ class Notices:
         with self.core.runner.standing_still():
             settled = False
             while not settled:
-                self.core.settle()
+                heard = self.core.settle()
                 self.catch_up(self._now())
-                settled = not self.core.has_commands  # what the loop has told may have led to new ones
+                settled = heard and not self.core.has_commands  # what the loop has told may have led to new ones
             yield
 
     @property
