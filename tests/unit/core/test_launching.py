@@ -251,6 +251,33 @@ def test_what_is_taken_back_lands_later() -> None:
     assert (pair.dst == expected).all()
 
 
+def test_what_was_enqueued_before_the_driver_refused_the_rest_lands_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op of two kernels, of which the second is refused: the first one may still write."""
+    launch = LoopGpu._launch
+
+    def launch_once(gpu: LoopGpu, *arguments: int) -> int:
+        code = launch(gpu, *arguments)
+        gpu.broken = BAD_ADDRESS
+        return code
+
+    monkeypatch.setattr(LoopGpu, "_launch", launch_once)
+    pair = GpuPair()
+    send = pair.send(pair.receive(2), [6, 1])
+    op = pair.start(send, [2, 7], layers=[0, 2])  # which do not follow each other
+    assert kinds(pair.run()[0]) == [BROKEN]
+    with pair.writer.runner.standing_still():
+        pair.writer.settle()
+        posted = pair.writer.flying(op)
+        pair.writer.take_back_send(send, [op])
+    assert (pair.dst == 0xAB).all()
+    assert posted > 0
+    assert not pair.gpu.device.landed(posted)
+    pair.gpu.run()
+    assert pair.gpu.device.landed(posted)
+    assert (pair.dst[0, [6, 1]] == pair.src[0, [2, 7]]).all()
+    assert pair.writer.world["flying"] == 0
+
+
 def test_readers_expect_a_seal_once_kernels_are_all_that_is_left() -> None:
     """So their loops, and who waits there, spin until it comes."""
     pair = GpuPair()

@@ -139,15 +139,19 @@ def _launch(world: World, send: Send, op: Op) -> bool:
     if nbytes > 0:
         if not place_ids(world, send, op):
             return False
-        kernels = _kernels(send, op)
+        before, refused, kernels = world["posted"], False, _kernels(send, op)
         for number in range(load(kernels)):
             group = kernels + 8 + 8 * LAUNCH_FIELDS * number
             begin, stop = _owed(send, op, group)
-            if begin < stop and not _launch_group(world, send, op, group, until, begin, stop):
-                return False
-        send["ids_posted"] = op["posted"] = world["posted"]
-        send["flying"] += 1
-        world["flying"] += 1
+            if begin < stop and not refused:
+                refused = not _launch_group(world, send, op, group, until, begin, stop)
+        if world["posted"] > before:  # also if a later one was refused: what is enqueued may still write
+            send["ids_posted"] = op["posted"] = world["posted"]
+            send["flying"] += 1
+            world["flying"] += 1
+        if refused:
+            op["until"] = op["at"]
+            return False
     op["until"] = until
     op["group"] += nbytes
     op["nbytes"] += nbytes
