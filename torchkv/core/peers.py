@@ -305,12 +305,14 @@ class LoopPeers:
 
     def cut(self, rank: int, lane: NetworkLane) -> None:
         """The endpoint of a lane ends: nothing uses it after this. Any thread, without the engine's lock."""
-        steering.hold(self._runner.address)
+        held = np.zeros(1, dtype=np.int64)
         try:
+            steering.hold(self._runner.address, held.ctypes.data)
             if self._lanes.get(rank) is lane:
                 self._cut(rank)
         finally:
-            steering.let_go(self._runner.address)
+            if held[0]:
+                steering.let_go(self._runner.address, held.ctypes.data)
 
     def _cut(self, rank: int) -> None:
         """While the loop stands still."""

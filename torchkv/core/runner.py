@@ -92,7 +92,8 @@ class Runner:
         self._driver_word: Int64Array | None = None
         self._threads: list[threading.Thread] = []
         self._pid = os.getpid()
-        self._holding = False
+        self._held: Int64Array = np.zeros(1, dtype=np.int64)  # 1 while a caller has the loop stand still
+        self._held_at = self._held.ctypes.data
 
     @property
     def running(self) -> bool:
@@ -147,30 +148,27 @@ class Runner:
     @contextmanager
     def standing_still(self) -> Iterator[None]:
         """The loop stands still inside: no byte moves, and no record is taken, unless the caller does it."""
-        if self._holding:
+        if self._held[0]:
             yield
             return
-        steering.hold(self.address)
-        self._holding = True
         try:
+            steering.hold(self.address, self._held_at)
             yield
         finally:
-            self._holding = False
-            steering.let_go(self.address)
+            if self._held[0]:  # also where a signal's handler has raised as soon as it did
+                steering.let_go(self.address, self._held_at)
 
     @contextmanager
     def standing_still_within(self, seconds: float) -> Iterator[bool]:
         """As `standing_still`, unless the loop hangs, and does not stand still within so long: then False."""
-        held = self._holding or steering.try_hold(self.address, int(seconds * 1e9))
-        if not held or self._holding:
-            yield held
-            return
-        self._holding = True
-        try:
+        if self._held[0]:
             yield True
+            return
+        try:
+            yield bool(steering.try_hold(self.address, self._held_at, int(seconds * 1e9)))
         finally:
-            self._holding = False
-            steering.let_go(self.address)
+            if self._held[0]:
+                steering.let_go(self.address, self._held_at)
 
 
 def _on_a_line(dtype: np.dtype[np.void]) -> np.ndarray[tuple[int], np.dtype[np.void]]:

@@ -39,16 +39,21 @@ _SLEEPERS, _ATTENDING = word_at("sleepers"), word_at("attending")
 
 
 @compiled
-def hold(address: int) -> None:
-    """Makes the loop stand still, at the end of its step. Until `let_go`, the caller may change everything."""
+def hold(address: int, held: int) -> None:
+    """Makes the loop stand still, at the end of its step. Until `let_go`, the caller may change everything.
+
+    held: address of a word of the caller, which is 1 afterwards. Python's handler of a signal that has come meanwhile
+    may raise an exception in the moment in which this returns.
+    """
     world = world_at(address)
     store(address + _WANTED, 1)
     while exchange(address + _LOCK, 1) != 0:
         call_yield(world["functions"][YIELD], 0)
+    store(held, 1)
 
 
 @compiled
-def try_hold(address: int, nanoseconds: int) -> bool:
+def try_hold(address: int, held: int, nanoseconds: int) -> bool:
     """As `hold`, but False, and the loop goes on, if its step does not end within so long: it hangs."""
     world = world_at(address)
     scratch = np.zeros(2, dtype=np.int64)
@@ -60,12 +65,14 @@ def try_hold(address: int, nanoseconds: int) -> bool:
             store(address + _WANTED, 0)
             return False
         call_yield(world["functions"][YIELD], 0)
+    store(held, 1)
     return True
 
 
 @compiled_with_gil
-def let_go(address: int) -> None:
-    """Lets the loop go on after `hold`."""
+def let_go(address: int, held: int) -> None:
+    """Lets the loop go on after `hold`. held: the same word, which is 0 afterwards."""
+    store(held, 0)
     store(address + _LOCK, 0)
     store(address + _WANTED, 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 
 import numpy as np
@@ -33,6 +34,7 @@ from torchkv.core.loop.codes import (
 )
 from torchkv.core.loop.limits import MAX_AUX, MAX_EVENTS, MAX_FLOWS, MAX_INTERVALS
 from torchkv.core.loop.receiving import cover
+from torchkv.host.jit import warm_up
 
 
 def head(kind: int, first: int = 0, last: int = 0) -> int:
@@ -340,3 +342,32 @@ def test_pages_outside_the_grant_are_never_sent() -> None:
     told, heard = pair.run()
     assert [(notice.kind, notice.index) for notice in told] == [(OP_DONE, inside), (OUTSIDE, outside)]
     assert heard == []
+
+
+def test_a_signal_whose_handler_raises_while_the_loop_is_waited_for_leaves_it_running() -> None:
+    """As Ctrl-C does, or a test's time limit."""
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted
+
+    runner = Core(0).runner
+    warm_up()  # not while the signal is waited for
+    runner.world["lock"] = 1  # as a loop in the middle of its step
+    step_ends = threading.Timer(0.2, runner.world.__setitem__, ("lock", 0))
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        step_ends.start()
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Interrupted), runner.standing_still():
+            pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    step_ends.join()
+    assert not runner.world["lock"]
+    assert not runner.world["wanted"]
+    with runner.standing_still_within(1) as still:
+        assert still

@@ -11,7 +11,6 @@ import torch
 from torchkv_loopback import Faults
 
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
-from torchkv.core import steering
 from torchkv.engine.resident.journal import Journal
 from torchkv.engine.work import KVWork
 from torchkv.errors import KVError
@@ -154,7 +153,7 @@ def test_a_dump_while_the_loop_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks[WRITER].finish("r", READER)
     for rank in ranks.ranks:
         assert rank.engine.flows is not None
-        steering.hold(rank.engine.flows.core.runner.address)  # as a loop in the middle of a step
+        rank.engine.flows.core.world["lock"] = 1  # as a loop in the middle of a step
     sent, got = dump(ranks[WRITER], "a test"), dump(ranks[READER], "a test")
     assert (sent.loop, got.loop) == ("hangs", "hangs")
     assert [(each.verb, each.layers, each.state) for each in sent.entries] == [
