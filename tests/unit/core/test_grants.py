@@ -214,7 +214,7 @@ def test_a_grant_is_heard_although_kernels_have_to_make_room_for_what_came_befor
     """When Python has to know all that was told. What came before is heard in its turn."""
     pair = Pair()
     flow, send = pair.receive(2), pair.wait()
-    pair.tell_back(head=WRITTEN)
+    tell(pair.reader, 0, head=WRITTEN)
     pair.grant(flow, [1, 4])
     while pair.reader.runner.step():
         pass
