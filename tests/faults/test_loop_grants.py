@@ -1,5 +1,7 @@
 """Grants that meet trouble between two resident loops: one of them gets no processor, or its mailbox has no room.
 
+And verdicts whose connection breaks.
+
 Through mailboxes, and through a network that carries them late.
 
 The seeds of `test_simulated_loops` seldom hit these moments, so each is made here.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -376,3 +379,21 @@ def test_a_quarantine_may_outlive_the_loop() -> None:
     world[1].engine.leave(world.world.now)
     world[1].engine.receiver.peer_dead(0, world.world.now)
     assert world[1].quarantined() == {}
+
+
+def test_a_verdict_that_was_on_its_way_when_its_connection_broke_is_told_by_a_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As soon as the receiver notices. It knows of no request any more that it could take back."""
+    monkeypatch.setattr(Way, "network", True)
+    with short_runs():
+        world = cluster(("p", 1), ("d", 1))
+        works = send(world[0], [0, 1, 2], 1)
+        rx = world[1].recv_pages("r", [3, 7, 1], 0)
+        assert world.run(rx.is_completed, limit=5)
+        assert not works[-1].is_completed()
+        world.world.faults = replace(world.world.faults, survive=0.0)
+        world.sever(1, 0)
+        world[1].recv_pages("another", [4], 0)
+        assert world.run(done(*works), limit=5)
+        assert [work.exception() for work in (rx, *works)] == [None, None, None]

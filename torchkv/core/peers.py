@@ -15,10 +15,10 @@ import torch
 from torchkv.arrays import Int64Array
 from torchkv.core import steering
 from torchkv.core.loop import grants, loop, mailbox, network, staging, unpacking
-from torchkv.core.loop.codes import CREDIT, CUT, FREE
+from torchkv.core.loop.codes import CREDIT, CUT, FREE, VERDICT
 from torchkv.core.loop.events import emit
-from torchkv.core.loop.limits import LINE, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS
-from torchkv.core.loop.state.peers import Peer
+from torchkv.core.loop.limits import DUE, LINE, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS, MESSAGE_NBYTES
+from torchkv.core.loop.state.peers import Peer, Record
 from torchkv.core.loop.state.world import GRANT_NBYTES, word_at
 from torchkv.errors import PeerLost, TransportUnavailable
 from torchkv.host import shared_memory
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 _PEER = list(Peer.__annotations__)
 _BODY = struct.Struct(f"<{GRANT_NBYTES // 8}q")
 _DRIVING = word_at("driving") // 8
+_HEAD, _GENERATION = (list(Record.__annotations__).index(name) for name in ("head", "generation"))
 # Fields that begin anew with each lane: all, but for the standing stages, and of a peer that has a mailbox only these.
 _OF_STAGES = _PEER.index("stage")
 _OF_LANE = _PEER[:_OF_STAGES]
@@ -70,6 +71,15 @@ class NetworkLane:
         """Whether its transport must be driven. Else a flush ends at once, and the lane carries no records."""
         return self.native is not None and self.native.worker != 0
 
+    def verdicts(self) -> list[int]:
+        """Generations of which the latest messages have told that a receive has succeeded. While the loop stands still.
+
+        Which of them have come nobody knows.
+        """
+        words = self.memory[: network.RECORDS * MESSAGE_NBYTES // 8].reshape(network.RECORDS, -1)
+        found: list[int] = words[words[:, _HEAD] & 0xFF == VERDICT, _GENERATION].tolist()
+        return found
+
 
 class LoopPeers:
     """One rank's. What is not marked "any thread" is called under the engine's lock.
@@ -91,6 +101,7 @@ class LoopPeers:
         self._granted: dict[int, memoryview] = {}  # by rank, as long as that is mapped: the slots of its grants
         self._met: dict[int, bytes] = {}  # mailboxes of newcomers that have not said which one this rank may write to
         self._lanes: dict[int, NetworkLane] = {}  # by rank
+        self._unsure: dict[int, set[int]] = {}  # by rank: see `unsure_verdicts`
         self._pieces: dict[int, Int64Array] = {}  # by rank
         self._arrivals: dict[int, Int64Array] = {}  # by rank: of its grants; longer than a lane; touched as used
 
@@ -180,6 +191,7 @@ class LoopPeers:
             loop.drop_due_to(self._runner.world, slot)
             unpacking.forget_source(self._runner.world, slot)
             self._cut(rank)
+            self._unsure.pop(rank, None)
             self._arrivals.pop(rank, None)
             self._pieces.pop(rank, None)
             world["stages"] = len(self._pieces)
@@ -325,6 +337,31 @@ class LoopPeers:
         if peer["endpoint"]:
             network.cut(self._runner.world, cast(Peer, peer))
             emit(self._runner.world, CUT, 0, self.slots[rank])
+        if not peer["outbox"]:
+            self._unsure.setdefault(rank, set()).update(lane.verdicts())
+
+    def unsure_verdicts(self, rank: int) -> list[int]:
+        """Generations of receives that have succeeded, as their writer ``rank`` may never hear through the network.
+
+        The loop tells it no more of them. Once no receive of ``rank`` is on the loop, while that stands still.
+        """
+        unsure = self._unsure.pop(rank, set())
+        slot = self.slots.get(rank)
+        if slot is None or self._memory[0]["peers"][slot]["outbox"]:
+            return []
+        lane, world = self._lanes.get(rank), self._memory[0]
+        if lane is not None and not world["peers"][slot]["failed"]:
+            return sorted(unsure)  # it tells what is due through this one
+        if lane is not None:
+            unsure.update(lane.verdicts())
+        places = np.arange(world["due_head"], world["due_tail"]) & (DUE - 1)
+        due = world["due"][places]
+        told = due[:, 0] == (VERDICT | slot << 8)
+        unsure.update(due[told, 2].tolist())
+        kept = due[~told]
+        world["due"][places[: len(kept)]] = kept
+        world["due_tail"] = world["due_head"] + len(kept)
+        return sorted(unsure)
 
     def lane(self, rank: int) -> NetworkLane | None:
         """The way to ``rank`` through the network, while there is one that works."""

@@ -166,6 +166,28 @@ def test_the_reader_hears_the_writer_while_its_own_lane_is_broken() -> None:
     _, heard = apart.run()
     assert kinds(heard) == [CUT, RECEIVED]
     assert torch.equal(apart.dst[:, :2], apart.src[:, :2])
+    # Its success cannot be told that way any more. Nor does the loop go on trying, and look up all the time.
+    assert apart.reader.peers.unsure_verdicts(0) == [1]
+    assert apart.reader.peers.unsure_verdicts(0) == []
+    assert apart.reader.world["due_head"] == apart.reader.world["due_tail"]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_successes_that_may_not_have_been_told(failed: bool) -> None:
+    """Those of the last messages, when the connection has broken, until it is another one's."""
+    apart = Apart()
+    send, _, _ = apart.begin()
+    apart.writer.finish_send(send, 2, b"")
+    told, _ = apart.run()
+    assert kinds(told)[-1] == SENT
+    lane = apart.reader.peers.lane(0)
+    assert lane is not None
+    assert apart.reader.peers.unsure_verdicts(0) == []
+    if failed:
+        apart.reader.world["peers"][0]["failed"] = -1
+    else:
+        apart.reader.peers.cut(0, lane)
+    assert apart.reader.peers.unsure_verdicts(0) == [1]
 
 
 def test_puts_of_an_op_that_is_taken_back_arrive_all_the_same() -> None:

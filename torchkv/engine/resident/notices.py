@@ -201,6 +201,8 @@ class Notices:
         self._sender.take_back_from_loop(now, dst=rank)
         for req in [req for req in self._receives.values() if rank in req.writers]:
             self.take_back_receive(req)
+        with self.core.runner.standing_still():
+            self._receiver.tell_verdicts(rank, self.core.peers.unsure_verdicts(rank))
 
     def take_back_receive(self, req: ReceiverRequest) -> None:
         with self.standing_still():

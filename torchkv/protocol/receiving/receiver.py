@@ -47,6 +47,7 @@ from torchkv.protocol.messages import (
     InstanceVerdict,
     Quiesced,
     Seal,
+    Verdict,
 )
 from torchkv.protocol.receiving.endings import ReceiveEndings
 from torchkv.protocol.receiving.leases import Leases
@@ -166,6 +167,10 @@ class Receiver:
             self._credits.mark_quiescent(rank, req.generation, now)
         self._count_loop(req, nbytes)
         self._endings.succeed(req, by_loop=nbytes)
+
+    def tell_verdicts(self, rank: int, generations: Iterable[int]) -> None:
+        """The loop has ended these requests, but its word for ``rank`` may have been lost. Told twice is told once."""
+        self.actions.extend(Tell(rank, Verdict(generation)) for generation in generations)
 
     def _count_loop(self, req: ReceiverRequest, nbytes: int) -> None:
         """Counts what has arrived through the loop, which does not tell the shares of several writers."""
