@@ -141,7 +141,7 @@ class Greeter(Generic[C]):
 
     greeting: its own. decode: what another rank published. Raises ``KVError``. admit: takes in an instance: its life,
     and its cards by number. Raises ``PeerLost`` if it has ended, another ``KVError`` if that cannot be, or, with
-    ``retryable``, not yet. send: (endpoint, message), which may be lost.
+    ``retryable``, not yet. send: (endpoint, message), which may be lost. warn: takes what nobody waits to be told.
     """
 
     def __init__(
@@ -151,12 +151,14 @@ class Greeter(Generic[C]):
         decode: Callable[[bytes], C],
         admit: Callable[[int, Mapping[int, C]], None],
         send: Callable[[str, Greeting | Refusal], None],
+        warn: Callable[[str], None],
     ) -> None:
         self._greeting = greeting
         self._answer = msgspec.structs.replace(greeting, asks=False)
         self._decode = decode
         self._admit = admit
         self._send = send
+        self._warn = warn
         self._meetings: dict[int, _Meeting[C]] = {}  # by life, as are the three below
         self._admitted: dict[int, tuple[str, list[str]]] = {}  # name and contacts
         self._refused: dict[int, tuple[KVError, float]] = {}  # why, and until when that is remembered
@@ -186,6 +188,8 @@ class Greeter(Generic[C]):
                 self._refuse(message.life, error, now)
             elif message.life not in self._admitted:
                 self._settle(message.life, "", error)
+            else:
+                self._warn(f"instance {self._admitted[message.life][0]!r} does not admit this one: {error}")
             return
         if message.life == self._greeting.life:
             return
@@ -226,6 +230,10 @@ class Greeter(Generic[C]):
         for meeting in list(self._meetings.values()):
             if now >= meeting.deadline:
                 self._refuse(meeting.life, meeting.hindrance or meeting.timeout(), now, remember=False)
+                if meeting.hindrance is not None:  # the other side may have admitted this one
+                    self._warn(f"instance {meeting.cards[0].instance!r} was not admitted: {meeting.hindrance}")
+                    for endpoint in meeting.contacts:
+                        self._tell_refusal(endpoint, meeting.hindrance)
             elif now >= meeting.next_retry:
                 self._advance(meeting, now)
         for life in [life for life, (_, until) in self._refused.items() if now >= until]:

@@ -49,6 +49,7 @@ class Rank:
     greeter: Greeter[Card]
     admitted: dict[int, list[str]] = field(default_factory=dict)  # life -> endpoints
     refuses: KVError | None = None
+    warnings: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -77,7 +78,10 @@ class Network:
             rank.admitted[other] = [cards[number].endpoint for number in sorted(cards)]
 
         greeting = Greeting(life, encoded(card), contacts, asks=True)
-        rank = Rank(card, Greeter(greeting, decode=decoded, admit=admit, send=self._send))
+        greeter = Greeter(
+            greeting, decode=decoded, admit=admit, send=self._send, warn=lambda text: rank.warnings.append(text)
+        )
+        rank = Rank(card, greeter)
         self.ranks[card.endpoint] = rank
         return rank
 
@@ -248,6 +252,20 @@ def test_what_hinders_for_too_long_is_told() -> None:
     network.run(PATIENCE + 2.0)
     assert "there is one already" in str(early.error)
     assert "there is one already" in str(answer.error)
+    assert a.warnings == ["instance 'b' was not admitted: there is one already"]
+
+
+def test_who_has_admitted_one_that_does_not_admit_it_is_told() -> None:
+    """Its calls had succeeded before."""
+    network = Network(random.Random(1))
+    (a,), (b,) = network.start("a", 1, 1), network.start("b", 1, 2)
+    a.refuses = ProtocolError("there is one already", retryable=True)
+    answer = connect(network, b, "tcp://a1:0")
+    network.run(1.0)
+    assert answer.name == "a"
+    assert b.warnings == []
+    network.run(PATIENCE + 2.0)
+    assert b.warnings == ["instance 'a' does not admit this one: there is one already"]
 
 
 def test_a_restarted_instance_is_somebody_new() -> None:

@@ -82,7 +82,7 @@ class Membership:
         card = msgspec.structs.replace(me, secret=b"").encode()
         greeting = Greeting(mine[0].incarnation, card, [card.endpoint for card in mine], asks=True)
         self._greeter: Greeter[PeerMetadata] = Greeter(
-            greeting, decode=PeerMetadata.decode, admit=self._admit, send=self._send
+            greeting, decode=PeerMetadata.decode, admit=self._admit, send=self._send, warn=self._warn
         )
 
     def listen(self, listener: Listener) -> None:
@@ -126,6 +126,9 @@ class Membership:
             self._control.greet(endpoint, encode_greeting(message, self._secret))
         except ProtocolError as error:
             self._engine.messenger.drop(error)
+
+    def _warn(self, text: str) -> None:
+        log.warning("rank %d: %s", self._engine.group_map.rank, text)
 
     def _admit(self, life: int, cards: Mapping[int, PeerMetadata]) -> None:
         """Takes in an instance. Raises ``KVError`` if its ranks and this one cannot work together."""

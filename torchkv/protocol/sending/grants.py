@@ -243,7 +243,7 @@ class Grants:
         if not self.unmet.refusing:
             return None
         request, src = key
-        error = TransferCancelled(f"{self._me} cancelled an earlier request {request!r}")
+        error = TransferCancelled(f"{self._me} cancelled request {request!r} before it was granted")
         if self.unmet.take_refusal(key, now):
             return error
         if self.unmet.take_refusal((request, ANYBODY), now):

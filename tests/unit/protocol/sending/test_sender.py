@@ -353,7 +353,7 @@ def test_the_refused_grant_fails_the_request_that_waits_for_it() -> None:
         assert [message.generation for _, message in acts.tells(Abort)] == [2 * attempt]
         assert acts.started == []
         assert isinstance(acts.error("new"), TransferCancelled)
-        with pytest.raises(TransferCancelled, match="an earlier request"):
+        with pytest.raises(TransferCancelled, match="before it was granted"):
             verb(machine, 2)
         assert machine.cancel("r", "cancel", 2.0) == ["cancel"]
         again = verb(machine, 2, work="again")
