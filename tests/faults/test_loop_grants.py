@@ -397,3 +397,19 @@ def test_a_verdict_that_was_on_its_way_when_its_connection_broke_is_told_by_a_me
         world[1].recv_pages("another", [4], 0)
         assert world.run(done(*works), limit=5)
         assert [work.exception() for work in (rx, *works)] == [None, None, None]
+
+
+def test_a_lane_that_has_failed_while_nothing_was_sent_serves_no_later_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a record. Python, whose connection may have failed, too, goes on, and finds out."""
+    monkeypatch.setattr(Way, "network", True)
+    with short_runs():
+        world = cluster(("p", 1), ("d", 1))
+        core = core_of(world[0])
+        for number in range(5):
+            if number == 3:
+                core.world["peers"][core.peers.slots[1]]["failed"] = -1
+            works = [*send(world[0], [0, 1, 2], 1), world[1].recv_pages("r", [3, 7, 1], 0)]
+            assert world.run(done(*works), limit=5)
+            assert [work.exception() for work in works] == [None, None, None]
+            world.run(limit=0.1)
+        assert core.peers.lane(1) is None

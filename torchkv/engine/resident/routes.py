@@ -231,6 +231,8 @@ class Routes:
         """Whether a route still leads to the peer, and need not become one that can stage."""
         if route.connection is not self._connections.get(rank) or not route.usable:
             return False
+        if route.lane is not None and route.lane is not self._core.peers.lane(rank):
+            return False  # it has failed, which the loop tells once
         if route.stages or self.stages is None or not self.stages.uses(rank):
             return True
         return not self._packing(rank, route.plan, route.lane)[0]
