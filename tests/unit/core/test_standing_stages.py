@@ -229,6 +229,28 @@ def test_a_stage_ends_with_its_lane(gpu: bool) -> None:
         apart.writer.peers.has_come_back(1, apart.lane, position)
 
 
+@pytest.mark.parametrize("side", [0, 1], ids=["writer", "reader"])
+def test_a_loop_does_not_wait_for_a_connection_that_has_failed(side: int) -> None:
+    """What it can tell nobody any more, pieces or CREDITs, would have it look up every 50 us."""
+    apart = StagedApart()
+    send = apart.stage(apart.accept([0, 1]), [0, 1])
+    op = apart.start(send, [0, 1])
+    apart.writer.runner.step()
+    core = (apart.writer, apart.reader)[side]
+    core.world["peers"][1 - side]["failed"] = -1
+    told = apart.run()
+    assert CUT in kinds(told[side])
+    if side == 0:
+        with core.runner.standing_still():
+            core.settle()
+            core.take_back_send(send, [op])
+        core.runner.step()
+    else:
+        assert core.world["peers"][0]["taken"] > 0
+    assert core.world["untold"] == 0
+    assert core.world["due_head"] == core.world["due_tail"]
+
+
 RIGHT = {"head": STAGED | 0 << 8 | 1 << 32, "generation": 1, "hi": 2 * TOKENS, "nbytes": 256}
 WRONG = [
     {"spare": -1},

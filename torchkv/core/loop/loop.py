@@ -247,7 +247,8 @@ def _tell_pieces(world: World) -> bool:
         peer = world["peers"][slot]
         if peer["piece_head"] < peer["piece_tail"]:
             told |= tell_pieces(world, peer)
-            untold += peer["piece_tail"] - peer["piece_head"]
+            if peer["failed"] == 0 or peer["outbox"] != 0:  # else they are never told
+                untold += peer["piece_tail"] - peer["piece_head"]
     world["untold"] = untold
     return told
 

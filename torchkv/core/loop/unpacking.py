@@ -151,9 +151,9 @@ def _scatter(world: World, receive: Receive, writer: Writer, position: int, star
 
 @compiled
 def pay_credit(world: World, rank: int) -> bool:
-    """Tells a writer how far its pieces have been unpacked; False where there is no room."""
+    """Tells a writer how far its pieces have been unpacked; False where there is no room. A later lane tells it."""
     peer = world["peers"][rank]
-    if peer["endpoint"] != 0 or peer["outbox"] != 0:
+    if (peer["endpoint"] != 0 and peer["failed"] == 0) or peer["outbox"] != 0:
         if room(world, peer) < 1:
             return False
         write_brief(world, CREDIT, 0, 0)
