@@ -6,7 +6,9 @@ MAX_PEERS = 64  # this rank included; requests with others go through Python
 MAX_WRITERS = 8  # of one receive
 MAX_EVENTS = 8192  # a power of two, as are the three below
 COMMANDS = 16384  # at least one per op and one per flow, so that the ring is never full
-DUE = 8192  # messages that wait for room: at most one per send, round and writer of a receive, two per receive and peer
+# Messages that wait for room: at most one per send, round and writer of a receive, two per receive and peer; and
+# VERDICTs of receives that are over, one per flow of each peer, while the flows are other receives' already.
+DUE = 65536
 MAILBOX_RECORDS = 256  # records of one mailbox
 MAX_INTERVALS = 4  # of the tokens that have arrived of a layer: enough for chunks in order
 MAX_COPIERS = 15  # threads that copy with the loop
