@@ -1,6 +1,6 @@
 """Grants that meet trouble between two resident loops: one of them gets no processor, or its mailbox has no room.
 
-And verdicts whose connection breaks.
+And connections that break.
 
 Through mailboxes, and through a network that carries them late.
 
@@ -413,3 +413,21 @@ def test_a_lane_that_has_failed_while_nothing_was_sent_serves_no_later_request(m
             assert [work.exception() for work in works] == [None, None, None]
             world.run(limit=0.1)
         assert core.peers.lane(1) is None
+
+
+def test_the_loop_tells_of_ops_whose_connection_python_has_dropped_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer of Python's has found it broken."""
+    monkeypatch.setattr(Way, "network", True)
+    with short_runs():
+        world = cluster(("p", 1), ("d", 1))
+        writer, core = world[0].engine, core_of(world[0])
+        rx = world[1].recv_pages("r", [3, 7, 1], 0)
+        world.run(limit=0.05)
+        works = send(world[0], [0, 1, 2], 1)
+        while not core.events.pending:
+            for rank in world.ranks:
+                core_of(rank).runner.step()
+            world.world.advance(world.world.now + 1e-4)
+        writer.peers.drop_connection(writer.connections[1])
+        assert world.run(done(rx, *works), limit=5)
+        assert [work.exception() for work in (rx, *works)] == [None, None, None]

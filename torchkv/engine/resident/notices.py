@@ -256,10 +256,11 @@ class Notices:
         """These ops of a request have ended. path: of all of them."""
         spared = self.core.spared(indices) if path == "staged" else 0
         nbytes, spans = self.core.op_results(indices)
-        connection = self._connections[req.dst]
-        mapped = connection.direct or (path == "staged" and connection.staging_view is not None)
-        lane = "view" if mapped else connection.lane
-        connection.count(lane, transfers=len(ops), spans=spans, nbytes=sum(nbytes) - spared)
+        connection = self._connections.get(req.dst)
+        if connection is not None:  # else a transfer of Python's has found it broken meanwhile
+            mapped = connection.direct or (path == "staged" and connection.staging_view is not None)
+            lane = "view" if mapped else connection.lane
+            connection.count(lane, transfers=len(ops), spans=spans, nbytes=sum(nbytes) - spared)
         self._sender.copied(req, ops, nbytes, path, now)
 
     def _on_stray(self, source: int, words: list[int], now: float) -> None:
