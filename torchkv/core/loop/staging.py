@@ -206,11 +206,11 @@ def _launch(world: World, send: Send, op: Op, layers: tuple[int, int], start: in
         return 0
     extent = layers[0], layers[1], start, count, send["granted"], send["src_page"], send["dst_page"]
     ids = world["ids_device"] + 8 * IDS * op["flow"] + 8 * send["src_at"]
-    if launch_piece(world, send["packs"], extent, op["start"], ids, 0, to) < 0:
-        return 0
+    launched = launch_piece(world, send["packs"], extent, op["start"], ids, 0, to)
     posted: int = world["posted"]
-    send["ids_posted"] = op["posted"] = posted
-    return posted
+    if launched != -1:  # also if a later one was refused: those before read the pages
+        send["ids_posted"] = op["posted"] = posted
+    return posted if launched >= 0 else 0
 
 
 @compiled

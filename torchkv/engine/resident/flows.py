@@ -252,13 +252,13 @@ class Flows:
             for index in left:
                 op = self._ops[index][1]
                 op.landed = req.landing
-                if path_of(req, op) == "staged":
-                    continue
-                if lane is not None:
+                staged = path_of(req, op) == "staged"
+                if lane is not None and not staged:
                     if posted := self.core.put(index):
                         op.landed = _both(req.landing, partial(self.core.peers.has_arrived, req.dst, lane, posted))
                 elif self.core.device is not None and (posted := self.core.flying(index)):
-                    op.landed = _both(req.landing, partial(self.core.device.landed, posted))
+                    # Kernels that pack come first: they read the pages, and write, also where the connection is broken.
+                    op.landed = _both(partial(self.core.device.landed, posted), req.landing)
             self.journal.hand_over_ops(req, left)
             sealed = self.core.take_back_send(req.flow, left)
             self.journal.end_send(req)
@@ -471,5 +471,7 @@ class Flows:
         return self.notices.standing_still()
 
 
-def _both(one: Callable[[], bool] | None, other: Callable[[], bool]) -> Callable[[], bool]:
-    return other if one is None else lambda: one() and other()
+def _both(one: Callable[[], bool] | None, other: Callable[[], bool] | None) -> Callable[[], bool] | None:
+    if one is None or other is None:
+        return one or other
+    return lambda: one() and other()
