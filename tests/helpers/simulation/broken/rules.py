@@ -56,8 +56,9 @@ def _loses_what_finds_no_room() -> None:
 
 
 def _forgets_commands_when_taken_back() -> None:
-    def settle(world: Any) -> None:
+    def settle(world: Any) -> bool:
         world["command_head"] = world["command_tail"]
+        return True
 
     swap(loop, settle=settle)
 
