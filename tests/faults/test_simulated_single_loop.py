@@ -6,6 +6,7 @@ which the loop has told, from a mailbox or through a network, and which Python h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,17 +17,23 @@ from torchkv.engine.resident.plain_sends import PlainSends
 
 @pytest.mark.parametrize("network", [False, True])
 def test_the_runs_are_worth_their_time(network: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First verbs meet grants, and find none."""
-    met: list[bool] = []
-    real = PlainSends.meet
+    """First verbs, and those that ask for the prefix, meet grants, and find none."""
+    met: dict[str, list[bool]] = {"meet": [], "bind": []}
 
-    def meet(self: PlainSends, *call: Any) -> object:
-        found = real(self, *call)
-        met.append(found is not None)
-        return found
+    def noting(name: str) -> Callable[..., object]:
+        real = getattr(PlainSends, name)
 
-    monkeypatch.setattr(PlainSends, "meet", meet)
-    for seed in range(100):
+        def call(self: PlainSends, *given: Any) -> object:
+            found = real(self, *given)
+            met[name].append(found is not None)
+            return found
+
+        return call
+
+    for name in met:
+        monkeypatch.setattr(PlainSends, name, noting(name))
+    for seed in range(150):
         clean_run(seed, single=True, network=network)
-    assert met.count(True) > (5 if network else 10)
-    assert met.count(False) > 10
+    for name, found in met.items():
+        assert found.count(True) > (5 if network else 10), name
+        assert found.count(False) > 10, name

@@ -27,7 +27,7 @@ def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
         written(self, source, words, now)
 
     monkeypatch.setattr(Notices, "_on_written", on_written)
-    for seed in range(60):
+    for seed in range(100):
         clean(seed)
     assert min(seen[what] for what in ("received", "taken back with bytes", "unpacked for Python", "landing")) > 5, seen
     assert seen["of a failed request"] > 0, seen

@@ -80,7 +80,7 @@ def note_sends(patch: pytest.MonkeyPatch, note: Callable[[Way], None]) -> None:
 
         return call
 
-    for name in ("open_send", "wait_for_grant", "meet", "begin"):
+    for name in ("open_send", "wait_for_grant", "bind", "meet", "begin"):
         patch.setattr(Core, name, noting(getattr(Core, name)))
 
 
