@@ -186,9 +186,7 @@ def _heed(world: World, source: int) -> bool:
         on_credit(world, source)
     elif kind == POSTED:
         known = False
-    elif kind == HEARD:
-        known = True
-    else:
+    elif kind != HEARD:
         known = follow(world, source)
     return known
 
