@@ -16,7 +16,7 @@ from tests.helpers.harness import Ranks
 from tests.helpers.jobs import SECRET, new_secret_file
 from tests.helpers.ranks.gpu_pair import needs_gpus
 
-pytest.importorskip("transformers", reason="the engine is that of transformers (extra 'demo')")
+pytest.importorskip("transformers", "5.19", reason="the engine is that of transformers (extra 'demo')")
 
 from tests.helpers.ranks import batching
 

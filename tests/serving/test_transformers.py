@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,7 +12,7 @@ import pytest
 from tests.helpers.harness import Ranks
 from tests.helpers.jobs import SECRET, new_secret_file
 
-pytest.importorskip("transformers", reason="the engine is that of transformers (extra 'demo')")
+pytest.importorskip("transformers", "5.19", reason="the engine is that of transformers (extra 'demo')")
 
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
@@ -156,3 +157,11 @@ def test_what_is_preempted_while_it_is_prefilled_is_neither_sent_nor_declined() 
 def _address() -> str:
     assert batching.Batching.endpoint is not None
     return batching.Batching.endpoint.address.result()
+
+
+def test_an_older_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages have other names, which would be said where a manager starts."""
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "5.17.0")
+    code = compile(Path(adapter.__file__).read_text(), adapter.__file__, "exec")
+    with pytest.raises(ImportError, match=r"transformers 5\.19 or later .* 5\.17\.0: pip install"):
+        exec(code, {"__name__": adapter.__name__})

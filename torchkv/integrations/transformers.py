@@ -10,8 +10,10 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 import torchkv
@@ -22,7 +24,15 @@ from torchkv.integrations.departures import Departure, Departures, transfer_name
 if TYPE_CHECKING:
     from torchkv.group.join import KVMember
 
-__all__ = ["Endpoint", "decode", "prefill"]
+__all__ = ["OLDEST", "Endpoint", "decode", "prefill"]
+
+OLDEST = "5.19"  # whose pages and scheduler are as they are used here
+_found = version("transformers")
+if Version(_found) < Version(OLDEST):
+    raise ImportError(
+        f"torchkv needs transformers {OLDEST} or later for its continuous batching, and finds {_found}: "
+        f"pip install 'transformers>={OLDEST}'"
+    )
 
 log = logging.getLogger(__name__)
 
