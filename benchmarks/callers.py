@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -181,6 +181,7 @@ def _fill(cache: KVCache) -> None:
         storage.copy_(filled)
 
 
+@lru_cache
 def _order(seed: int) -> Int64Array:
     return np.random.default_rng(seed + 1).permutation(PAGES)
 
