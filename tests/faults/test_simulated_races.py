@@ -122,8 +122,8 @@ def test_the_posting_thread_sends_the_grant() -> None:
     for name in names:
         cluster[1].recv_pages(name, [], 0)
     assert 0 < tap.count(Grant) < len(names)
-    assert cluster.run(lambda: len(cluster[0].engine.sender.grants.unmet.grants()) == len(names), limit=20)
-    assert [grant.request for grant in cluster[0].engine.sender.grants.unmet.grants()] == names
+    assert cluster.run(lambda: len(cluster[0].grants()) == len(names), limit=20)
+    assert [grant.request for grant in cluster[0].grants()] == names
 
 
 @pytest.mark.parametrize("kind", [Quiesced, Verdict, Attest, Seal])
@@ -195,7 +195,7 @@ def test_frames_of_an_earlier_process_are_dropped() -> None:
         tap.world_send(new[src].node, new[dst].node, data)
     new.run(limit=2)
     assert not second.is_completed()
-    assert [(each.request, each.dst) for each in new[0].engine.sender.grants.unmet.grants()] == [("r", 1)]
+    assert [(each.request, each.dst) for each in new[0].grants()] == [("r", 1)]
     works = send(new[0], [5, 6], 1)
     assert new.run(done(second, *works), limit=20)
     assert second.exception() is None

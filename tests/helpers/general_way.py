@@ -7,7 +7,7 @@ from typing import NoReturn
 import pytest
 
 from torchkv.group.layer_groups import GroupedVerbs
-from torchkv.group.plain_verbs import PlainVerbs
+from torchkv.group.plain.verbs import PlainVerbs
 from torchkv.group.verbs import Verbs
 
 __all__ = ["forbid_the_general_way", "leave_the_straight_way"]

@@ -41,8 +41,8 @@ _STATE, _MOVED, _GATED, _SEND_NETWORK, _PROMISE = (
 _PEER_FLOW, _GENERATION, _PREFIX, _GRANTED, _DST_PAGE, _MAX_SLOT = (
     _SEND.index(name) for name in ("peer_flow", "generation", "prefix", "granted", "dst_page", "max_slot")
 )
-_COMMAND_TAIL, _COMMAND_HEAD, _NETWORK, _DRIVING, _BROKEN = (
-    word_at(name) // 8 for name in ("command_tail", "command_head", "network", "driving", "broken")
+_COMMAND_TAIL, _COMMAND_HEAD, _NETWORK, _DRIVING, _BROKEN, _HEED = (
+    word_at(name) // 8 for name in ("command_tail", "command_head", "network", "driving", "broken", "heed")
 )
 
 
@@ -171,6 +171,8 @@ class Core:
         network = self._network(way)
         posting.wait_for_grant(self._address, flow, way.address, network, serial, begun, *hashes, writers)
         self.runner.told()
+        if self.events.has_unclaimed:  # the loop knows of those alone that Python has not seen
+            steering.wake_driver(self._address)
         return flow
 
     def bind(self, way: Way, *, hashes: tuple[int, int], writers: int, serial: int = 0, begun: int = 0) -> int | None:
@@ -188,6 +190,10 @@ class Core:
         self._free_sends.pop()
         self._kept_sends[flow] = [way]
         return flow
+
+    def whose(self, hashes: tuple[int, int]) -> int | None:
+        """The rank that alone has given a grant which `bind` would find, of a request whose name has these hashes."""
+        return self.peers.ranks.get(posting.whose(self._address, *hashes))
 
     def meet(
         self,
@@ -462,9 +468,14 @@ class Core:
 
     def heed_grants(self, heeds: bool) -> None:
         """Whether Python's thread is woken for every grant that the loop does not bind, because requests wait there."""
-        self._words[word_at("heed") // 8] = heeds
-        if heeds and self.events.pending:  # a grant among them did not wake it
+        self._words[_HEED] = heeds
+        if heeds and (self.events.pending or self.events.has_unclaimed):  # a grant among them did not wake it
             steering.wake_driver(self._address)
+
+    @property
+    def heeds_grants(self) -> bool:
+        """See `heed_grants`."""
+        return bool(self._words[_HEED])
 
 
 @at_register

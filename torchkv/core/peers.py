@@ -15,7 +15,7 @@ import torch
 from torchkv.arrays import Int64Array
 from torchkv.core import steering
 from torchkv.core.loop import grants, loop, mailbox, network, staging, unpacking
-from torchkv.core.loop.codes import CREDIT, CUT, FREE, VERDICT
+from torchkv.core.loop.codes import CREDIT, CUT, FREE, GRANTED, NEWS, VERDICT
 from torchkv.core.loop.events import emit
 from torchkv.core.loop.limits import DUE, LINE, MAX_FLOWS, MAX_GRANTED, MAX_NAME, MAX_PEERS, MESSAGE_NBYTES
 from torchkv.core.loop.state.peers import Peer, Record
@@ -190,6 +190,8 @@ class LoopPeers:
             assert not np.any((world["sends"]["state"] != FREE) & (world["sends"]["peer"] == slot))
             loop.drop_due_to(self._runner.world, slot)
             unpacking.forget_source(self._runner.world, slot)
+            for events in (world["events"], world["unclaimed"]):
+                events["kind"][(events["kind"] == GRANTED) & (events["source"] == slot)] = NEWS  # no more
             self._cut(rank)
             self._unsure.pop(rank, None)
             self._arrivals.pop(rank, None)

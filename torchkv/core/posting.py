@@ -166,6 +166,12 @@ def bind(
 
 
 @compiled_with_gil
+def whose(address: int, hash0: int, hash1: int) -> int:
+    """See `grants.whose`."""
+    return grants.whose(world_at(address), hash0, hash1)
+
+
+@compiled_with_gil
 def meet(
     address: int,
     flow: int,

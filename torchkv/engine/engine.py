@@ -240,7 +240,7 @@ class Engine:
         if flows.notices.has_news:
             busy = self.callers.has_news = True
             with self.lock:
-                self.catch_up()
+                self.catch_up(leave_grants=True)
         return busy
 
     def _clock(self) -> float:
@@ -399,7 +399,7 @@ class Engine:
         if self.flows is None or not self.flows.notices.has_news:
             return
         with self.lock:
-            self.catch_up()
+            self.catch_up(leave_grants=True)
             rest = self.exchange.has_actions
         if rest:
             self.wake()
@@ -423,18 +423,24 @@ class Engine:
     def take_in(self) -> None:
         """As `poll`. No work stays incomplete of which the state machines know that it has ended."""
         with self.lock:
-            self.catch_up()
+            self.catch_up(leave_grants=True)
             self.callers.complete(self.sender, self.receiver)  # what was taken in for another reason
             rest = self.exchange.has_actions
         if rest:
             self.wake()
 
-    def catch_up(self) -> None:
-        """Tells the state machines what the resident loop has done, and completes its works. Under the lock."""
-        if self.flows is None or not self.flows.notices.has_news:
+    def catch_up(self, *, leave_grants: bool = False) -> None:
+        """Tells the state machines what the resident loop has done, and completes its works. Under the lock.
+
+        leave_grants: see `Notices.catch_up`; for who only looks what has ended.
+        """
+        if self.flows is None:
+            return
+        notices = self.flows.notices
+        if not (notices.has_news or (notices.has_unclaimed and not leave_grants)):
             return
         self._seen_news = self.flows.core.news.count  # first: what comes after it is seen next time
-        self.flows.notices.catch_up(self._now)
+        notices.catch_up(self._now, leave_grants=leave_grants)
         self.callers.complete(self.sender, self.receiver)
 
     def wait(self, seen: int, seconds: float, *, listens: bool) -> None:

@@ -33,8 +33,8 @@ from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, ProtocolErro
 from torchkv.group import arguments
 from torchkv.group.arguments import HeldLayers, Layers, Origin, PageIds, Pages, Peers, StateSlot
 from torchkv.group.group_arguments import ABSENT, GroupArguments, LayerGroup
-from torchkv.group.plain_sending import trace
-from torchkv.group.plain_verbs import layer_wait
+from torchkv.group.plain.targets import trace
+from torchkv.group.plain.verbs import layer_wait
 from torchkv.group.verbs import Verbs
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.layer_groups import base_name, group_of, part_name

@@ -156,7 +156,7 @@ class RecordedVerbs(ABC):
         event: Any,
         from_prompt: bool,
     ) -> KVWork | None:
-        """Sends if the call is plain, see `torchkv.group.plain_verbs`; else None, and nothing is done."""
+        """Sends if the call is plain, see `torchkv.group.plain`; else None, and nothing is done."""
 
     @abstractmethod
     def _send_any(

@@ -23,7 +23,7 @@ from torchkv.engine.work import KVWork
 from torchkv.errors import KVError, LayoutMismatch, PageOutOfRange, PeerLost, ProtocolError
 from torchkv.group import arguments, prefixes
 from torchkv.group.arguments import Layers, Origin, Pages, Peers, StateSlot
-from torchkv.group.plain_verbs import PlainVerbs
+from torchkv.group.plain.verbs import PlainVerbs
 from torchkv.layout.layout import KVLayout
 from torchkv.options import seconds
 from torchkv.protocol.actions import ANYBODY, SendOp

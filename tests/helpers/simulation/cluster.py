@@ -36,6 +36,7 @@ from torchkv.group.verbs import Verbs
 from torchkv.host.processes import ProcessId
 from torchkv.layout.layout import KVLayout, State
 from torchkv.options import Options
+from torchkv.protocol.actions import BoundGrant
 from torchkv.staging.memory import StageMemory
 from torchkv.staging.packer import Staging
 
@@ -141,6 +142,12 @@ class Rank(Verbs):
     def step(self, now: float) -> bool:
         return self.engine.step(now)
 
+    def grants(self) -> list[BoundGrant]:
+        """Those that wait for their first verb, and that Python knows, which the resident loop may have left to it."""
+        with self.engine.lock:
+            self.engine.catch_up()
+            return self.engine.sender.grants.unmet.grants()
+
     @property
     def running(self) -> bool:
         return self.world.runs(self.node)
@@ -220,15 +227,16 @@ def random_places(
     dice: random.Random,
     states: Sequence[State] = (),
     *,
-    single: bool = False,
+    readers: int = 0,
     dtypes: tuple[torch.dtype, torch.dtype] | None = None,
 ) -> list[Place]:
     """Two instances whose layouts can be reconciled: TP, replicated heads, MLA, PP, windows, orders, page sizes.
 
-    single: of one rank each. dtypes: of the two; pages are converted between them. None: of both alike.
+    readers: ranks of the second, if the first is to have one; 0: of both any number. dtypes: of the two; pages are
+    converted between them. None: of both alike.
     """
     kind = dice.choice(["gqa", "gqa", "replicated", "mla", "pp"])
-    sizes = {"p": 1, "d": 1} if single else {"p": dice.choice([1, 2]), "d": dice.choice([1, 2])}
+    sizes = {"p": 1, "d": readers} if readers else {"p": dice.choice([1, 2]), "d": dice.choice([1, 2])}
     pages = {"p": dice.choice([2, 4]), "d": dice.choice([2, 4])}
     order = {"p": dice.choice(["NHD", "HND"]), "d": dice.choice(["NHD", "HND"])}
     num_layers = dice.choice([2, 3])

@@ -17,7 +17,7 @@ __all__ = ["DIRECT", "RUNS", "clean_run", "loop_scenario", "note_staged"]
 
 DIRECT = ("layer", "slice", "pages")  # the verbs that the loop can do
 
-RUNS: dict[str, dict[str, bool]] = {  # what `loop_scenario` is given, by kind
+RUNS: dict[str, dict[str, Any]] = {  # what `loop_scenario` is given, by kind
     "": {},
     "gpu": {"gpu": True},
     "network": {"network": True},
@@ -25,8 +25,9 @@ RUNS: dict[str, dict[str, bool]] = {  # what `loop_scenario` is given, by kind
     "gpus staged": {"gpu": True, "network": True, "staged": True},
     "calls": {"network": True, "system_calls": True},
     "staged": {"network": True, "staged": True},
-    "single": {"single": True},
-    "single network": {"single": True, "network": True},
+    "single": {"readers": 1},
+    "single network": {"readers": 1, "network": True},
+    "two readers": {"readers": 2},
     "converts": {"converts": True},
     "states": {"stateful": True},
     "states gpu": {"stateful": True, "gpu": True},
@@ -47,15 +48,15 @@ def loop_scenario(
     network: bool = False,
     system_calls: bool = False,
     staged: bool = False,
-    single: bool = False,
+    readers: int = 0,
     converts: bool = False,
     stateful: bool = False,
 ) -> Scenario:
     """A run in which loops serve what they can; see `Scenario`. In most there is no state, but if ``stateful`` in all.
 
-    single: each sender has one receiver: its verbs are called in the plain way.
+    readers: of one sender, or in the other direction senders: see `Scenario`; 0: any number of both.
     """
-    states = some_states(seed) if stateful else () if seed % 4 or single else None
+    states = some_states(seed) if stateful else () if seed % 4 or readers else None
     return Scenario(
         seed,
         benign=benign,
@@ -66,7 +67,7 @@ def loop_scenario(
         system_calls=system_calls,
         staged=staged,
         states=states,
-        single=single,
+        readers=readers,
         converts=converts,
     )
 

@@ -60,7 +60,7 @@ class Scenario:
         states: Sequence[State] | None = None,
         brief: bool = False,
         anybody: float = 0.3,
-        single: bool = False,
+        readers: int = 0,
         converts: bool = False,
     ) -> None:
         """benign: the only fault is a bad network. sees_death: see `Cluster`; None: by chance. verbs: those of every
@@ -68,14 +68,14 @@ class Scenario:
         what they can, which takes views or ``network``. gpu: whether they have kernels copy. network, system_calls: see
         `Cluster`. staged: whether loops stage what they put, since all runs are short. states: of all layouts; None: by
         chance. brief: a quarter as long, with few requests, and a fault for certain. anybody: how many senders do not
-        know the receiver, and how many not the prefix. single: instances are of one rank; there are more
+        know the receiver, and how many not the prefix. readers: see `random_places`; then there are more
         requests, and fewer faults. converts: whether instances have unlike dtypes.
         """
         self.seed = seed
         self.verbs = verbs
         self.benign = benign
         self.brief = brief
-        self.single = single
+        self.readers = readers
         self.staged = staged
         self.busy = BUSY_SECONDS * (BRIEF if brief else 1.0)
         self.anybody = anybody
@@ -103,7 +103,7 @@ class Scenario:
         state_dice = random.Random(f"state {seed}")
         dtypes = random.Random(f"dtypes {seed}").choice(DTYPES) if converts else None
         states = random_states(state_dice) if states is None else states
-        places = random_places(dice, states, single=single, dtypes=dtypes)
+        places = random_places(dice, states, readers=readers, dtypes=dtypes)
         lag = dice.random() < 0.7
         self.cluster = Cluster(
             places,
@@ -113,7 +113,7 @@ class Scenario:
             sees_death=self.sees_death,
             views=views,
             lag=lag,
-            sleeps=single,
+            sleeps=readers > 0,
             run_by_callers=True,
             gpu=gpu,
             network=network,
@@ -126,7 +126,7 @@ class Scenario:
         self.sources = {rank.rank: snapshot(rank) for rank in self.cluster.ranks}
         self.unused = {rank.rank: list(range(RECV_PAGES, 64)) for rank in self.cluster.ranks}
         self.state = StateFlows(self, state_dice)
-        self.prefixes = seed % 2 == 0 or not (network or single)  # loops bind no grant behind one
+        self.prefixes = seed % 2 == 0 or not (network or readers)  # loops bind no grant behind one
         self.unknown = random.Random(f"unknown {seed}")  # what senders do not know: no other choice depends on it
         self.arrays = random.Random(f"arrays {seed}")  # whether page ids come as one: then later verbs may be short
         self.asks = random.Random(f"asks {seed}")  # which senders ask for the prefix before they send
@@ -188,7 +188,7 @@ class Scenario:
     def _plan(self) -> None:
         dice = self.dice
         flows: list[Flow] = []
-        for i in range(dice.randint(*((1, 3) if self.brief else (6, 12) if self.single else (2, 5)))):
+        for i in range(dice.randint(*((1, 3) if self.brief else (6, 12) if self.readers else (2, 5)))):
             earlier = dice.choice(flows) if flows and not self.benign and dice.random() < 0.4 else None
             if earlier is not None and any(flow.after is earlier for flow in flows):
                 earlier = None
@@ -208,7 +208,7 @@ class Scenario:
             flows.append(flow)
             self._plan_flow(flow)
         if not self.benign:
-            for _ in range(dice.randint(*((1, 2) if self.brief else (0, 1) if self.single else (0, 3)))):
+            for _ in range(dice.randint(*((1, 2) if self.brief else (0, 1) if self.readers else (0, 3)))):
                 self._plan_fault()
             if self.cluster.gpus and dice.random() < 0.2:
                 rank = dice.choice(sorted(self.cluster.gpus))
@@ -223,12 +223,12 @@ class Scenario:
                 at = retry.begins + self._time(dice.uniform(0.2, 1.2))
                 self.cluster.at(at, lambda rank=rank: self._post_again(flow, rank))
             else:
-                at = start - dice.uniform(-1e-4, 5e-4) if self.single else start + self._time(dice.uniform(0.0, 1.0))
+                at = start - dice.uniform(-1e-4, 5e-4) if self.readers else start + self._time(dice.uniform(0.0, 1.0))
                 self.cluster.at(at, lambda rank=rank: self._post(flow, rank))
             self.expected_receives += 1
         for index, rank in enumerate(self._instance(flow.source)):
-            # With single ranks at once, so that grants and first verbs pass each other.
-            at = start if self.single else start + self._time(dice.uniform(0.0, 1.0))
+            # At once, if nothing wakes progress threads, so that grants and first verbs pass each other.
+            at = start if self.readers else start + self._time(dice.uniform(0.0, 1.0))
             self._plan_sending(flow, rank, at, flow.aux if index == 0 else b"")
         if not self.benign and dice.random() < 0.5:
             rank = dice.choice(self.cluster.ranks)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.helpers.notices import ended_ops, kinds
 from tests.helpers.records import tell
 from torchkv.bench.scale.loops import PAGE, TOKENS, Pair
+from torchkv.core import steering
 from torchkv.core.device import NO_GATE
 from torchkv.core.loop import mailbox
 from torchkv.core.loop.codes import BOUND, GRANT, GRANTED, NEWS, OP_DONE, RECEIVED, SENT, STRAY, WAITING, WRITTEN
@@ -115,14 +116,25 @@ def hear(pair: Pair) -> None:
         pass
 
 
+def leave(pair: Pair) -> None:
+    """Python has seen what was told, and has left the grants."""
+    assert kinds(pair.writer.events.take(leave_grants=True)) == []
+
+
+@pytest.mark.parametrize("left", ["", "other", "other, name"])
 @pytest.mark.parametrize("prefix", [0, 3 * TOKENS])
-def test_a_first_verb_meets_its_grant(prefix: int) -> None:
+def test_a_first_verb_meets_its_grant(prefix: int, left: str) -> None:
     """The loop has told of it, and of another one; Python need not know any more of the first."""
     pair = Pair()
     flow, other = pair.receive(3), pair.receive(2, generation=2)
     pair.grant(other, [0, 2], name="other")
+    hear(pair)
+    if left == "other":
+        leave(pair)
     pair.grant(flow, [6, 1, 4], prefix_tokens=prefix)
     hear(pair)
+    if left == "other, name":
+        leave(pair)
     met = meet(pair, [2, 7, 0], prefixed=True)
     assert met is not None
     send, op = met
@@ -130,7 +142,8 @@ def test_a_first_verb_meets_its_grant(prefix: int) -> None:
     assert (peer_flow, generation, behind, pages.tolist()) == (flow, 1, prefix, [6, 1, 4])
     pair.writer.finish_send(send, 3, b"aux")
     told, heard = pair.run()
-    assert kinds(told) == [GRANTED, NEWS, OP_DONE, SENT]
+    claimed = [] if left == "other, name" else [NEWS]
+    assert kinds(told) == [GRANTED, *claimed, OP_DONE, SENT]
     assert pair.writer.peers.granted(1, *told[0].words[1:3]).name == b"other"
     assert kinds(heard) == [RECEIVED]
     assert pair.writer.op_results([op]) == ([3 * 3 * PAGE], 9)
@@ -169,11 +182,16 @@ def test_a_first_verb_meets_its_grant(prefix: int) -> None:
         "ended",
     ],
 )
-def test_what_does_not_meet_is_left_to_python(verb: dict[str, Any], granted: dict[str, Any]) -> None:
+@pytest.mark.parametrize("left", [False, True])
+def test_what_does_not_meet_is_left_to_python(verb: dict[str, Any], granted: dict[str, Any], left: bool) -> None:
     pair = Pair()
+    granted = granted.copy()
     again, ended = granted.pop("again", False), granted.pop("ended", False)
     flow = pair.receive(2)
     pair.grant(flow, **{"pages": [1, 4], **granted})
+    hear(pair)
+    if left:
+        leave(pair)
     if again:
         pair.grant(pair.receive(2, generation=2), [2, 3])
     hear(pair)
@@ -190,6 +208,49 @@ def test_what_does_not_meet_is_left_to_python(verb: dict[str, Any], granted: dic
     told, _ = pair.run()
     assert kinds(told) == [GRANTED] * (2 if again or ended else 1)
     assert (pair.dst == 0xAB).all()
+
+
+def test_claimed_grants_make_room_for_others() -> None:
+    """Also those that are claimed before earlier ones."""
+    pair = Pair()
+    names = [str(number) for number in range(4)]
+    for number, name in enumerate(names, 1):
+        pair.grant(pair.receive(1, generation=number), [number], name=name)
+    hear(pair)
+    leave(pair)
+    world = pair.writer.world
+    for name, head in (("1", 0), ("3", 0), ("0", 2), ("2", 4)):
+        assert meet(pair, [0], name=name) is not None
+        assert (world["unclaimed_head"], world["unclaimed_tail"]) == (head, 4)
+    assert not pair.writer.events.has_unclaimed
+
+
+def test_what_a_peer_has_granted_ends_with_it() -> None:
+    """Another one may have its mailbox then."""
+    pair = Pair()
+    for number, name in enumerate(("left", "told"), 1):
+        pair.grant(pair.receive(1, generation=number), [number], name=name)
+        hear(pair)
+        if name == "left":
+            leave(pair)
+    pair.writer.peers.disconnect(1)
+    assert kinds(pair.writer.events.take()) == [NEWS]
+
+
+def test_a_request_that_waits_makes_python_look_at_what_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop does not know of such grants any more."""
+    pair = Pair()
+    woken: list[int] = []
+    monkeypatch.setattr(steering, "wake_driver", woken.append)
+    pair.grant(pair.receive(1), [1])
+    hear(pair)
+    leave(pair)
+    pair.writer.heed_grants(False)
+    assert not woken
+    pair.wait()
+    assert len(woken) == 1
+    pair.writer.heed_grants(True)
+    assert len(woken) == 2
 
 
 def test_a_first_verb_finds_no_room() -> None:

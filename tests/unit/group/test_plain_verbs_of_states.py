@@ -71,7 +71,7 @@ class Run:
         assert self.cluster.run(lambda: all(work.is_completed() for work in works), limit=5)
 
     def _has_come(self) -> bool:
-        return bool(self.writer.engine.sender.grants.unmet.grants())
+        return bool(self.writer.grants())
 
     def pages(self, ids: list[int]) -> Any:
         return {"full": ids} if self.groups else ids

@@ -148,7 +148,7 @@ def test_a_grant_is_on_its_way_before_the_end_of_the_last_request_is_acted_upon(
     posts, notices = reader.engine.receiver.posts, reader.engine.flows.notices
     post, catch_up = posts.post_plain, notices.catch_up
     monkeypatch.setattr(posts, "post_plain", lambda *args: order.append("grant") or post(*args))
-    monkeypatch.setattr(notices, "catch_up", lambda now: order.append("end") or catch_up(now))
+    monkeypatch.setattr(notices, "catch_up", lambda now, **how: order.append("end") or catch_up(now, **how))
     reader.recv_pages("other", [0, 2, 4], WRITER)
     assert order == ["grant", "end"]
     assert served(cluster)[0].is_completed()
@@ -207,7 +207,7 @@ def test_a_flow_that_is_given_to_another_request_meanwhile(monkeypatch: pytest.M
         assert req is not None
         core, name = (flows.core, "has_sent") if rank == WRITER else (flows.core.receives, "has_received")
         monkeypatch.setattr(core, name, lambda flow, req=req: setattr(req, "flow", None) or True)
-        monkeypatch.setattr(flows.notices, "catch_up", lambda now: None)
+        monkeypatch.setattr(flows.notices, "catch_up", lambda now, **how: None)
         assert not work.is_completed()
 
 
@@ -225,7 +225,7 @@ def test_one_of_two_receivers_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> 
     first = finished._sends[0].flow
     with monkeypatch.context() as patch:
         patch.setattr(core, "has_sent", lambda flow: flow == first)
-        patch.setattr(writer.engine.flows.notices, "catch_up", lambda now: None)
+        patch.setattr(writer.engine.flows.notices, "catch_up", lambda now, **how: None)
         assert not finished.is_completed()
         patch.setattr(core, "has_sent", lambda flow: True)
         writer.engine._seen_news = -1  # as if there were news
@@ -247,7 +247,7 @@ def test_all_parts_of_a_request_of_layer_groups(monkeypatch: pytest.MonkeyPatch)
     assert len(received._receives) == len(target)
     with monkeypatch.context() as patch:
         patch.setattr(reader.engine.flows.core.receives, "has_received", lambda flow: flow == first)
-        patch.setattr(reader.engine.flows.notices, "catch_up", lambda now: None)
+        patch.setattr(reader.engine.flows.notices, "catch_up", lambda now, **how: None)
         assert not received.is_completed()
     reader.engine._seen_news = -1  # as if there were news
     assert received.is_completed()

@@ -15,13 +15,14 @@ HEARD, PROMISE = 0, 12
 # loop, for there are no other ranks. NOBODY: no loop; Python asks the leader.
 ALONE, NOBODY = -1, -2
 
-# Kinds of events; from ALL_HERE on they wake Python's thread. BOUND: a send that waited has its grant. GRANTED: a grant
-# that the loop has bound to none. ROUND_OVER: all ranks of a round have been told that it has succeeded. ALL_HERE: a
-# receive of which the loop does not know whether it is complete, although all of its writers have sealed; or on which
-# others decide by messages. STRAY: a record that Python judges, as one for a flow that is not here, or leaves. OUTSIDE:
-# the first op of a send that cannot begin, because its pages are not granted. BROKEN: the GPU's driver has refused
-# something, so the loop launches no more. CUT: the network to a peer has failed or lost something, or is used no more.
-# LANDED: kernels write no more to the pages of a receive that has failed.
+# Kinds of events; from ALL_HERE on they wake Python's thread. BOUND: a send that waited has its grant. GRANTED: a
+# grant that the loop has bound to none; ``lo`` and ``hi`` of its record are the hash of the name. ROUND_OVER: all
+# ranks of a round have been told that it has succeeded. ALL_HERE: a receive of which the loop does not know whether
+# it is complete, although all of its writers have sealed; or on which others decide by messages. STRAY: a record that
+# Python judges, as one for a flow that is not here, or leaves. OUTSIDE: the first op of a send that cannot begin,
+# because its pages are not granted. BROKEN: the GPU's driver has refused something, so the loop launches no more.
+# CUT: the network to a peer has failed or lost something, or is used no more. LANDED: kernels write no more to the
+# pages of a receive that has failed.
 OP_DONE, SENT, RECEIVED, BOUND, GRANTED, ROUND_OVER = 1, 2, 3, 4, 5, 6
 ALL_HERE, STRAY, NEWS, OUTSIDE, BROKEN, CUT, LANDED = 7, 8, 9, 10, 11, 12, 13
 # Events that end no request. Whoever waits for the end of one is not woken for them: they are taken in with it.

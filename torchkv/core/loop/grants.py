@@ -28,7 +28,8 @@ too. Everything else it leaves to Python: a grant that nobody waits for yet, one
 that does not hold the pages that were sent, and one behind a prefix. For all receivers of one verb must hold the same
 prefix, and a loop sees one of them: so what it binds is behind none. A verb that begins its request, or asks for its
 prefix, looks first whether the loop has left the grant to Python, and Python has not taken it in yet: then the verb
-binds it in the same way, also behind a prefix if its pages count from there, since it has no other receiver.
+binds it in the same way, also behind a prefix if its pages count from there, since it has no other receiver. So Python
+takes grants in only if a request waits for one, or somebody asks: else it puts them aside, among what is *unclaimed*.
 
 Names are compared by their BLAKE2b hashes of 128 bits. Two names of one hash are not known, nor how to find them.
 """
@@ -55,18 +56,18 @@ from torchkv.core.loop.events import emit, tell_driver
 from torchkv.core.loop.limits import (
     BUCKETS,
     GRANTED_IDS,
-    MAX_EVENTS,
     MAX_FLOWS,
     MAX_GRANTED,
     MAX_NAME,
     MAX_PREFIX,
+    MAX_UNCLAIMED,
     RECORD_NBYTES,
 )
 from torchkv.core.loop.mailbox import GRANT_SLOT, GRANTS_AT, owe, seal_if_done, tell_brief
 from torchkv.core.loop.network import received, record_room, send
 from torchkv.core.loop.state.peers import Peer, Record
 from torchkv.core.loop.state.requests import Receive, Send
-from torchkv.core.loop.state.world import GRANT_NBYTES, World, grant_word_at, word_at
+from torchkv.core.loop.state.world import GRANT_NBYTES, Event, World, grant_word_at, word_at
 from torchkv.host.atomics import load, store
 from torchkv.host.copy_loops import copy_bytes
 from torchkv.host.jit import compiled
@@ -89,6 +90,7 @@ __all__ = [
     "pay_grant",
     "pay_hello",
     "wait_for_grant",
+    "whose",
 ]
 
 NAME_AT = GRANT_NBYTES  # offsets of the name and of the page ids in a slot
@@ -286,10 +288,12 @@ def on_grant(world: World, source: int, where: int) -> None:
     world["record"]["spare"] = where
     body, mine = _body(world["peers"][source], world["record"]), -1
     if body != 0:
-        mine = _waiting(world, source, load(body + _HASH0), load(body + _HASH1))
+        hash0, hash1 = load(body + _HASH0), load(body + _HASH1)
+        mine = _waiting(world, source, hash0, hash1)
         if mine >= 0 and _fits(world, mine, body, world["record"]["generation"], 0):
             _bind(world, mine, source)
             return
+        world["record"]["lo"], world["record"]["hi"] = hash0, hash1  # for `meet`
     emit(world, GRANTED, 0, source)
     world["granted"] = world["event_tail"]
     if mine >= 0 or load(world["address"] + _HEED) != 0:
@@ -315,28 +319,59 @@ def meet(world: World, flow: int, prefixed: int) -> bool:
     prefixed: 1 if it may be behind a prefix. False, and nothing is done, unless there is just one, which fits. For a
     caller, who alone takes events meanwhile.
     """
-    send, events = world["sends"][flow], world["events"]
-    peer, found, there = world["peers"][send["peer"]], -1, 0
-    for number in range(load(world["address"] + _HEAD), load(world["address"] + _TAIL)):
-        event = events[number & (MAX_EVENTS - 1)]
-        if event["kind"] != GRANTED or event["source"] != send["peer"]:
-            continue
-        body = _body(peer, event["record"])
-        if body == 0:
-            return False
-        if load(body + _HASH0) == send["hash0"] and load(body + _HASH1) == send["hash1"]:
-            if found >= 0:
-                return False
-            found, there = number, body
-    if found < 0:
+    send, unclaimed = world["sends"][flow], world["unclaimed"]
+    at = _search(world, send["peer"], send["hash0"], send["hash1"])
+    if at < 0:
         return False
-    event = events[found & (MAX_EVENTS - 1)]
+    event = _found(world, at)
     peer_flow, generation = event["record"]["flows"] & 0xFFFFFFFF, event["record"]["generation"]
-    if not _fits(world, flow, there, generation, prefixed):
+    body = _body(world["peers"][send["peer"]], event["record"])
+    if body == 0 or not _fits(world, flow, body, generation, prefixed):
         return False
     event["kind"] = NEWS  # no more
+    while world["unclaimed_head"] < world["unclaimed_tail"]:
+        if unclaimed[world["unclaimed_head"] & (MAX_UNCLAIMED - 1)]["kind"] != NEWS:
+            break
+        world["unclaimed_head"] += 1
     send["peer_flow"], send["generation"] = peer_flow, generation
     return True
+
+
+@compiled
+def whose(world: World, hash0: int, hash1: int) -> int:
+    """The peer that has given the only grant under this name which `meet` can find; -1 if there is none, or several."""
+    at = _search(world, -1, hash0, hash1)
+    return -1 if at < 0 else _found(world, at)["source"]
+
+
+@compiled
+def _search(world: World, peer: int, hash0: int, hash1: int) -> int:
+    """The only grant of ``peer`` under this name, for `_found`; -1 if there is none, or several. peer: -1 for any."""
+    head, tail = load(world["address"] + _HEAD), load(world["address"] + _TAIL)
+    old, count = _search_in(world["unclaimed"], world["unclaimed_head"], world["unclaimed_tail"], peer, hash0, hash1)
+    new, more = _search_in(world["events"], head, tail, peer, hash0, hash1)
+    if count + more != 1:
+        return -1
+    return old if count > 0 else MAX_UNCLAIMED + new
+
+
+@compiled
+def _search_in(events: list[Event], head: int, tail: int, peer: int, hash0: int, hash1: int) -> tuple[int, int]:
+    """The index of the last one, and how many there are."""
+    found, count = -1, 0
+    for number in range(head, tail):
+        event = events[number & (len(events) - 1)]
+        if event["kind"] != GRANTED or (peer >= 0 and event["source"] != peer):
+            continue
+        if event["record"]["lo"] == hash0 and event["record"]["hi"] == hash1:
+            found, count = number & (len(events) - 1), count + 1
+    return found, count
+
+
+@compiled
+def _found(world: World, at: int) -> Event:
+    """The event of a grant that Python has not taken in: see `_search`."""
+    return world["unclaimed"][at] if at < MAX_UNCLAIMED else world["events"][at - MAX_UNCLAIMED]
 
 
 @compiled

@@ -4,7 +4,8 @@ MAX_FLOWS = 512  # of each kind: requests under way on the loop; more go through
 MAX_OPS = 8192  # verbs that wait or copy
 MAX_PEERS = 64  # this rank included; requests with others go through Python
 MAX_WRITERS = 8  # of one receive
-MAX_EVENTS = 8192  # a power of two, as are the three below
+MAX_EVENTS = 8192  # a power of two, as are the four below
+MAX_UNCLAIMED = 1024  # grants that Python has left for the verbs that begin their requests
 COMMANDS = 16384  # at least one per op and one per flow, so that the ring is never full
 # Messages that wait for room: at most one per send, round and writer of a receive, two per receive and peer; and
 # VERDICTs of receives that are over, one per flow of each peer, while the flows are other receives' already.

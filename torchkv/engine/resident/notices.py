@@ -143,12 +143,27 @@ class Notices:
 
     @property
     def has_news(self) -> bool:
-        """Whether `catch_up` has anything to do. Any thread, without the lock."""
-        return self.core.events.pending or bool(self._notices)
+        """Whether `catch_up` has anything to do, but for grants that nobody waits for. Any thread, without the lock."""
+        events = self.core.events
+        return events.pending or bool(self._notices) or (events.has_unclaimed and self._awaits_grants)
 
-    def catch_up(self, now: float) -> None:
-        """Tells the state machines all that the loop has done, in its order."""
-        self._notices.extend(self.core.events.take())
+    @property
+    def has_unclaimed(self) -> bool:
+        """Whether grants have been left that nobody waits for."""
+        return self.core.events.has_unclaimed
+
+    @property
+    def _awaits_grants(self) -> bool:
+        return bool(self._waiting) or self.core.heeds_grants
+
+    def catch_up(self, now: float, *, leave_grants: bool = False) -> None:
+        """Tells the state machines all that the loop has done, in its order.
+
+        leave_grants: but for grants, if no request waits for any: the verb that begins a request takes less time if the
+        state machines have not heard of its grant.
+        """
+        leave_grants = leave_grants and not self._awaits_grants
+        self._notices.extend(self.core.events.take(leave_grants=leave_grants))
         while self._notices:
             notice = self._notices.popleft()
             if notice.kind == OP_DONE:

@@ -1,4 +1,4 @@
-"""What plain receives (see `torchkv.group.plain_verbs`) do to the resident loop: the quick half of `Flows`.
+"""What plain receives (see `torchkv.group.plain`) do to the resident loop: the quick half of `Flows`.
 
 All methods are called under the engine's lock.
 """

@@ -1,4 +1,4 @@
-"""What plain verbs (see `torchkv.group.plain_verbs`) do to the resident loop: the quick half of `Flows`.
+"""What plain verbs (see `torchkv.group.plain`) do to the resident loop: the quick half of `Flows`.
 
 Each method does nothing, and says so, where a verb needs more thought. All are called under the engine's lock.
 """
@@ -85,6 +85,10 @@ class PlainSends:
     def has_served(self, dst: int) -> bool:
         """Whether the loop has served a request to ``dst``: then it soon may have another one. Any thread."""
         return dst in self._served
+
+    def whose(self, request: str) -> int | None:
+        """The rank that alone has granted a request of this name, as far as Python has not taken in such grants."""
+        return self._core.whose(name_hashes(request))
 
     def bind(self, request: str, dst: int, begun: float) -> Bound | None:
         """Binds a request, of which no verb was called yet, to its grant, if that is as `meet` needs it: for `opened`.
@@ -196,6 +200,14 @@ class PlainSends:
             begun=int(begun * 1e9),
         )
         return None if begun_on_loop is None else (grant, *begun_on_loop, route)
+
+    def begin_bound(self, call: Call, grant: BoundGrant, way: tuple[Route, Gate], flow: int) -> Met:
+        """As `begin`, of pages that are checked, on the flow that `bind` has given. There must be room for an op."""
+        verb, _, layers, ids, _, start, _ = call
+        route, gate = way
+        index = self._core.start_op(flow, route.positions[layers], ids, start, gate, self._codes.get(verb, 0))
+        assert index is not None
+        return grant, flow, index, route
 
     def met(self, req: SenderRequest, op: SendOp, met: Met) -> None:
         """What `meet` or `begin` has begun is of this request."""

@@ -1,69 +1,32 @@
-"""The verbs that send pages, as nearly all calls are: see `torchkv.group.plain_verbs`."""
+"""The verbs that send pages, as nearly all calls are: see `torchkv.group.plain`."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
-from weakref import ref
 
 import numpy as np
 
 from torchkv.arrays import Int64Array
-from torchkv.cache import KVCache
-from torchkv.engine.loop_progress import LoopProgress
-from torchkv.engine.resident.plain_sends import Call, LatestSend, Met
+from torchkv.engine.resident.plain_sends import Bound, Call, LatestSend, Met
 from torchkv.engine.source_pages import SourcePages
 from torchkv.engine.work import KVWork
 from torchkv.group import arguments
 from torchkv.group.arguments import HeldLayers, Layers, Pages, Peers
-from torchkv.group.recorded_verbs import RecordedVerbs
+from torchkv.group.plain.targets import PlainTargets, trace
 from torchkv.host.page_id_check import copy_ids
 from torchkv.protocol.actions import ANYBODY, BoundGrant, SendOp
 from torchkv.protocol.sending.grant_checks import behind
 
 if TYPE_CHECKING:
-    from torchkv.engine.engine import Engine
     from torchkv.protocol.sending.request import SenderRequest
 
-__all__ = ["PlainSending", "trace"]
-
-trace = logging.getLogger("torchkv.request")  # see `KVProcessGroup`
+__all__ = ["PlainSending"]
 
 
-class PlainSending(RecordedVerbs):
+class PlainSending(PlainTargets):
     """See the module, and `Verbs`."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        cache: KVCache | None,
-        *,
-        wake: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(engine)
-        self.cache = cache
-        self.forced_path = engine.options.forced_path
-        self._layout = None if cache is None else cache.layout
-        self._stateful = cache is not None and cache.layout.stateful
-        self._num_slots = 0 if cache is None else cache.num_slots
-        layers = () if cache is None else cache.layout.layers
-        self._plain_layers: dict[int | None, tuple[int, ...]] = {None: layers, **{layer: (layer,) for layer in layers}}
-        self._wake = wake
-        self._sync_words = None if engine.gpu is None else engine.gpu.sync_words
-        self.clock = clock
-        # For works that the resident loop completes.
-        self._loop: ref[LoopProgress] | None = None if engine.flows is None else ref[LoopProgress](engine)
-
-    def _targets(self, request: str, dst: Peers | None) -> tuple[int, ...]:
-        """The ranks that a request goes to: of the instance that is named, or who has granted it; () if not known."""
-        if type(dst) is int:
-            return (dst,)
-        if dst is None:
-            return self.engine.sender.requests.addressed.get(request, ())
-        return self.engine.group_map.of(request).known_targets(dst) if isinstance(dst, str) else ()
 
     def _send_plain(
         self,
@@ -193,12 +156,13 @@ class PlainSending(RecordedVerbs):
             return None
         ids = copyable[1]
         with engine.lock:
-            grants = self._waiting(request, ranks, reqs) if begins else [req.grant for req in reqs]
-            if not grants or (grant := grants[0]) is None:
+            bound = self._bind_all(request, ranks) if begins and not reqs else []
+            grants: list[BoundGrant | None] = [one[0] for one in bound]
+            if not bound:
+                grants = self._waiting(request, ranks, reqs) if begins else [req.grant for req in reqs]
+            if (grant := _alike(grants)) is None:
+                self._release(bound)
                 return None
-            for other in grants:
-                if other is None or other.prefix_tokens != grant.prefix_tokens:
-                    return None
             first, sent = start, ids
             if from_prompt and grant.prefix_tokens:
                 first, _, held = behind(grant, start, len(ids), from_prompt=True)
@@ -207,7 +171,9 @@ class PlainSending(RecordedVerbs):
             source = SourcePages(sent, event, self.forced_path)
             ops = [SendOp(request, rank, {}, layers, first, len(sent), work, source) for rank in ranks]
             if begins:
-                reqs = self._begin_all(cast(list[BoundGrant], grants), reqs, ops)
+                reqs = self._begin_all(cast(list[BoundGrant], grants), reqs, ops, [one[1] for one in bound])
+                if not reqs:
+                    self._release(bound)
             elif not self._start_all(reqs, ops):
                 reqs = []
             if reqs:
@@ -260,10 +226,39 @@ class PlainSending(RecordedVerbs):
         grants = [None if grant is None or grant.absent_tokens else grant for grant in fresh]
         return grants if len(grants) == len(ranks) else []
 
-    def _begin_all(self, grants: list[BoundGrant], reqs: list[SenderRequest], ops: list[SendOp]) -> list[SenderRequest]:
+    def _bind_all(self, request: str, ranks: tuple[int, ...]) -> list[Bound]:
+        """A flow for each rank's grant of a request of which no verb was called yet, if Python has left all of them to
+        their verb; else none. They are begun, or released. Under the lock.
+        """
+        engine, flows, now = self.engine, self.engine.flows, self.clock()
+        assert flows is not None
+        if engine.closed or engine.lost or self.forced_path is not None:
+            return []
+        if not all(engine.sender.grants.awaits(request, rank) for rank in ranks):
+            return []
+        bound: list[Bound] = []
+        for rank in ranks:
+            if (one := flows.plain.bind(request, rank, now)) is None:
+                self._release(bound)
+                return []
+            bound.append(one)
+        return bound
+
+    def _release(self, bound: list[Bound]) -> None:
+        """Python takes these grants in, whose requests have not begun."""
+        flows = self.engine.flows
+        assert flows is not None
+        for grant, flow, _ in bound:
+            flows.core.end_send(flow)
+            self.engine.sender.grants.meet(grant, self.clock())
+
+    def _begin_all(
+        self, grants: list[BoundGrant], reqs: list[SenderRequest], ops: list[SendOp], bound: list[int]
+    ) -> list[SenderRequest]:
         """Begins a request under each of these grants on the loop with its op, or none: these. Under the lock.
 
-        reqs: the requests, if Python has begun them. The pages of the ops are checked.
+        reqs: the requests, if Python has begun them. The pages of the ops are checked. bound: the flows of the grants,
+        if these are bound.
         """
         flows, sender_grants, now = self.engine.flows, self.engine.sender.grants, self.clock()
         assert flows is not None
@@ -273,12 +268,16 @@ class PlainSending(RecordedVerbs):
             assert isinstance(source.pages, np.ndarray)
             calls.append(("", op.request, op.layers, source.pages, op.dst, op.start, source.event))
         ways = [flows.plain.way(call, grant) for call, grant in zip(calls, grants, strict=True)]
-        if None in ways or not flows.core.has_room(len(ops)):
+        has_room = flows.core.has_ops if bound else flows.core.has_room
+        if None in ways or not has_room(len(ops)):
             return []
-        met = []
-        for call, grant, way in zip(calls, grants, ways, strict=True):
+        met: list[Met | None] = []
+        for number, (call, grant, way) in enumerate(zip(calls, grants, ways, strict=True)):
             assert way is not None
-            met.append(flows.plain.begin(call, call[3], grant, way, now))
+            if bound:
+                met.append(flows.plain.begin_bound(call, grant, way, bound[number]))
+            else:
+                met.append(flows.plain.begin(call, call[3], grant, way, now))
         # All are recorded before the first call that may take in what the loop has done.
         known: list[SenderRequest | None] = [*reqs] or [None] * len(ops)
         begun = [self._note(one, op, req, now) for one, op, req in zip(met, ops, known, strict=True)]
@@ -312,8 +311,10 @@ class PlainSending(RecordedVerbs):
         with engine.lock:
             if engine.closed or engine.lost:
                 return None
-            engine.catch_up()
-            ranks = engine.sender.receivers(request, self.clock())
+            ranks = self._address(request)
+            if not ranks:
+                engine.catch_up()
+                ranks = engine.sender.receivers(request, self.clock())
             wake = engine.exchange.has_actions
         if wake:
             self._wake()
@@ -421,3 +422,12 @@ class PlainSending(RecordedVerbs):
         for req, op in zip(reqs, ops, strict=True):
             req.add_sent(op)
         return True
+
+
+def _alike(grants: list[BoundGrant | None]) -> BoundGrant | None:
+    """The first of these grants, if there is any, and all are there, behind the same prefix."""
+    first = grants[0] if grants else None
+    for grant in grants:
+        if grant is None or first is None or grant.prefix_tokens != first.prefix_tokens:
+            return None
+    return first

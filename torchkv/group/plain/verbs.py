@@ -1,15 +1,4 @@
-"""The verbs as nearly all calls are, each in one piece: the critical path of a caller.
-
-A call is *plain* if its arguments have their plain types, and name one peer, and the resident loop serves the request;
-a sender's also needs that its grant is there. A peer is named by its rank, by its instance if no other rank of it has
-part in the request, or, at a sender, by the grant of a request to anybody. Where these stand for several receivers, a
-verb is plain that begins all of their requests or none, and one that sends states, if it begins none. Everything
-else, and whatever is wrong, is left to `Verbs` before anything has changed: it says what is wrong, or does it the
-general way, with the same outcome.
-
-A call costs its caller by how much code and memory it touches, which most often is in no near cache, because callers
-compute between two calls. So nothing is asked twice here, and a function is called only for what it does.
-"""
+"""The plain verbs that are no sends of pages: see `torchkv.group.plain`."""
 
 from __future__ import annotations
 
@@ -25,7 +14,8 @@ from torchkv.engine.work import KVWork
 from torchkv.errors import ProtocolError
 from torchkv.group import arguments
 from torchkv.group.arguments import HeldLayers, Layers, Pages, Peers, StateSlot
-from torchkv.group.plain_sending import PlainSending, trace
+from torchkv.group.plain.sending import PlainSending
+from torchkv.group.plain.targets import trace
 from torchkv.protocol.actions import SendOp
 from torchkv.protocol.messages import MAX_COUNT
 
@@ -82,10 +72,10 @@ class PlainVerbs(PlainSending):
             )
             # What the loop has ended is looked at once the grant is on its way, unless the pages are free only then.
             if (req := post()) is None and engine.flows.notices.has_news:
-                engine.catch_up()
+                engine.catch_up(leave_grants=True)
                 req = post()
             frames = engine.exchange.take_grants(now)
-            engine.catch_up()
+            engine.catch_up(leave_grants=True)
             wake = engine.exchange.has_actions
         if frames:
             engine.send_now(frames)
@@ -95,46 +85,6 @@ class PlainVerbs(PlainSending):
             return None
         self._receives(work, req)
         return work
-
-    def granted_plain(self, request: str, dst: Peers | None) -> int | None:
-        """What `granted` returns for a request to one receiver, if `prefix_of` says it."""
-        engine, flows = self.engine, self.engine.flows
-        if type(request) is not str or self._layout is None or flows is None or trace.isEnabledFor(logging.DEBUG):
-            return None
-        if len(ranks := self._targets(request, dst)) != 1:
-            return None
-        (rank,) = ranks
-        if not flows.plain.has_served(rank) and engine.group_map.known_targets(rank) != ranks:
-            return None
-        with engine.lock:
-            return self.prefix_of(request, rank)
-
-    def prefix_of(self, request: str, rank: int) -> int | None:
-        """The prefix that ``rank`` holds, in tokens, if its grant is known, or there: then it binds the request.
-
-        None, and nothing is done, if there is none, or anything stands against it. Under the engine's lock.
-        """
-        engine, flows, now = self.engine, self.engine.flows, self.clock()
-        if flows is None or self.forced_path is not None or engine.closed or engine.lost:
-            return None
-        grants, req = engine.sender.grants, engine.sender.requests.by_key.get((request, rank))
-        if req is not None and (req.grant is not None or req.error is not None):
-            return None if req.grant is None or req.error is not None else req.grant.held_tokens
-        if not (grants.awaits(request, rank) if req is None else grants.expects(req)):
-            return None
-        bound = flows.plain.bind(request, rank, now if req is None else req.begun_at)
-        if bound is None:
-            return None
-        grant, flow, route = bound
-        if req is None:
-            req = grants.begin(grant, now)
-        else:
-            grants.bind_expected(req, grant, now)
-        flows.plain.opened(req, flow, route)
-        grants.leave_loop(req, grant, now)
-        if engine.needs_driver:
-            engine.wake()
-        return grant.held_tokens
 
     def _is_slot(self, state_slot: StateSlot) -> TypeGuard[int]:
         """Whether that is a slot of this rank's states, in a layout without layer groups."""

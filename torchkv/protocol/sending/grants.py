@@ -67,6 +67,14 @@ class Grants:
         unmet = self.unmet
         return not unmet.refusing and unmet.grant((request, dst)) is None and self._may_begin(request, dst)
 
+    def awaits_alone(self, request: str, source: int) -> bool:
+        """As `awaits`, of a request to anybody: whether it would go to ``source``, and to nobody else."""
+        if self.unmet.named(request) or self.unmet.revoked(request) or self.unmet.is_exempt(request):
+            return False
+        if request in self._requests.addressed or self._anybody.owed(request, source) != (source,):
+            return False
+        return self.awaits(request, source)
+
     def waiting(self, request: str, dst: int) -> BoundGrant | None:
         """The grant that a request would bind which began now, if no pages of its prefix are absent.
 

@@ -169,6 +169,10 @@ class Unmet:
         _make_room(self._exemptions)
         self._exemptions[request] = now, source
 
+    def is_exempt(self, request: str) -> bool:
+        """Whether an instance has told of it."""
+        return request in self._exemptions
+
     def take_exemption(self, request: str) -> int | None:
         """Who has told of it; it is forgotten. None if nobody has."""
         return self._exemptions.pop(request, (0.0, None))[1]

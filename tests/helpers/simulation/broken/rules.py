@@ -17,8 +17,8 @@ from torchkv.core.loop import (
     stripes,
 )
 from torchkv.core.loop.codes import DECIDED, DONE, OPEN, SEAL, SEALED, WAITING
-from torchkv.core.loop.limits import MAX_EVENTS
 from torchkv.engine.resident.flows import Flows
+from torchkv.engine.resident.notices import Notices
 from torchkv.host.atomics import load
 
 __all__ = ["BREAKS", "SINGLE_BREAKS"]
@@ -105,12 +105,10 @@ def _leaves_a_grant_that_it_has_met() -> None:
     real = grants.meet
 
     def meet(world: Any, flow: int, prefixed: int) -> bool:
-        pending = range(world["event_head"], world["event_tail"])
-        events = [world["events"][number & (MAX_EVENTS - 1)] for number in pending]
-        kinds = [int(event["kind"]) for event in events]
+        kept = {name: world[name].copy() for name in ("events", "unclaimed", "unclaimed_head")}
         met = bool(real(world, flow, prefixed))
-        for event, kind in zip(events, kinds, strict=True):
-            event["kind"] = kind
+        for name, value in kept.items():
+            world[name] = value
         return met
 
     swap(grants, meet=meet)
@@ -188,6 +186,11 @@ BREAKS: dict[str, Break] = {
 }
 
 
+def _leaves_grants_that_requests_wait_for() -> None:
+    swap(Notices, _awaits_grants=False)
+
+
 SINGLE_BREAKS: dict[str, Break] = {
     "leaves a grant that it has met": (_leaves_a_grant_that_it_has_met, False),
+    "leaves grants that requests wait for": (_leaves_grants_that_requests_wait_for, False),
 }

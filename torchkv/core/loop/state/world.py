@@ -4,9 +4,9 @@ All state of one loop is a single record, `World`, so that a compiled function t
 in `requests` and `peers`, give the fields to mypy; the dtypes below are made of the same classes. All fields are int64,
 unless they are arrays.
 
-Who writes what. Callers (under the GIL and the engine's lock, so one at a time) write commands, new flows, new ops and
-``event_head``. The loop writes everything else; while a caller holds ``lock``, the loop writes nothing. Peers write
-their own mailbox and the bell, which lie in shared memory (see `mailbox`).
+Who writes what. Callers (under the GIL and the engine's lock, so one at a time) write commands, new flows, new ops,
+``event_head``, and what is unclaimed. The loop writes everything else; while a caller holds ``lock``, the loop writes
+nothing. Peers write their own mailbox and the bell, which lie in shared memory (see `mailbox`).
 
 A flow or an op is the loop's from the moment at which a caller opens it until the event that ends it, and not longer:
 after that event a caller may use its slot for another one.
@@ -33,6 +33,7 @@ from torchkv.core.loop.limits import (
     MAX_OPS,
     MAX_PEERS,
     MAX_ROUNDS,
+    MAX_UNCLAIMED,
     MAX_WRITERS,
     MESSAGE_NBYTES,
     PARAM_WORDS,
@@ -77,18 +78,19 @@ class World(TypedDict):
     """Everything. address: its own. rank: of this loop. bell: address of this rank's, which the loop sleeps on.
 
     driver_fd, driver_word: wake Python's thread, while it sleeps or rests. eager: whether it is woken for every event,
-    because somebody waits for more than the end of a request. news: changes with each event that is not `QUIET`,
-    and with each call that Python completes; roused: whether something comes for the loop soon; sleepers: callers that
+    because somebody waits for more than the end of a request. news: changes with each event that is not `QUIET`, and
+    with each call that Python completes; roused: whether something comes for the loop soon; sleepers: callers that
     sleep until there are news. listeners: callers that wait for quiet events, too: then none is. lock, wanted: a caller
     that wants the loop to stand still sets ``wanted`` and takes ``lock``. heed: whether Python's thread is woken for
-    grants that are not bound here. attending: callers that run the loop, or are about to.
-    granted: ``event_tail`` after the last of them. granted_ids: address of int64 ``[MAX_FLOWS, GRANTED_IDS]``, of
-    sends that were bound here. buckets: flow + 1 of the first waiting send of each, by hash. due: messages that
-    wait for room: (kind | rank << 8, flow, generation). queue: ops that copy. unfinished: sends of which more ops are
-    expected. turn: bytes that a thread copies in one step: how long a message may wait. window: records that may wait
-    in a mailbox. one: the word 1. record, src, dst, length: scratch. Of the instance that this rank leads, by peer and
-    flow: votes: generation of the latest complete part; awaited, rounds_of: the generation that a round waits for, and
-    the round + 1, or 0.
+    grants that are not bound here. attending: callers that run the loop, or are about to. granted: ``event_tail`` after
+    the last of them. unclaimed: those that Python has seen among the events, and has left for the verbs that begin
+    their requests, from ``unclaimed_head`` to ``unclaimed_tail``. granted_ids: address of int64 ``[MAX_FLOWS,
+    GRANTED_IDS]``, of sends that were bound here. buckets: flow + 1 of the first waiting send of each, by hash. due:
+    messages that wait for room: (kind | rank << 8, flow, generation). queue: ops that copy. unfinished: sends of which
+    more ops are expected. turn: bytes that a thread copies in one step: how long a message may wait. window: records
+    that may wait in a mailbox. one: the word 1. record, src, dst, length: scratch. Of the instance that this rank
+    leads, by peer and flow: votes: generation of the latest complete part; awaited, rounds_of: the generation that a
+    round waits for, and the round + 1, or 0.
 
     Of `copying`: copiers: threads that copy with the loop. chunk: bytes that one thread claims at a time. job: an array
     of one. copier: what each thread has to say.
@@ -156,6 +158,8 @@ class World(TypedDict):
     # By callers, at every verb or wait.
     command_tail: int
     event_head: int
+    unclaimed_head: int
+    unclaimed_tail: int
     roused: int
     sleepers: int
     attending: int
@@ -215,6 +219,7 @@ class World(TypedDict):
     ops: list[Op]
     unpackings: list[Unpacking]
     events: list[Event]
+    unclaimed: list[Event]
 
 
 def _words(record: type, *, multiple: int = 8) -> np.dtype[np.void]:
@@ -287,6 +292,7 @@ _COPIER = _dtype(Copier)
 _ARRAYS["receives"] = (_RECEIVE, MAX_FLOWS)
 _ARRAYS["copier"] = (_COPIER, MAX_COPIERS)
 _ARRAYS["events"] = (EVENT, MAX_EVENTS)
+_ARRAYS["unclaimed"] = (EVENT, MAX_UNCLAIMED)
 _ARRAYS["unpackings"] = (_dtype(Unpacking), UNPACKINGS)
 WORLD = _dtype(World)
 WAY, REPEAT = _words(Way), _words(Repeat)
