@@ -72,10 +72,20 @@ def _compile(function: _F, *, nogil: bool) -> _F:
     compiles = partial(numba.njit, nogil=nogil, no_cfunc_wrapper=True)
     try:
         with cached_by_source(file) if file.is_file() else nullcontext():
-            return cast(_F, compiles(cache=True)(function))
+            return cast(_F, _of_any_value(compiles(cache=True)(function)))
     except RuntimeError:
         # Neither the package's folder nor the user's cache folder can be written: compile in every process.
-        return cast(_F, compiles()(function))
+        return cast(_F, _of_any_value(compiles()(function)))
+
+
+def _of_any_value(dispatcher: Any) -> Any:
+    """Compiled callers share the function, whatever constants they pass: numba would compile it for each of these."""
+    template = getattr(dispatcher, "get_call_template", None)
+    if template is not None:  # else plain Python is run
+        dispatcher.get_call_template = lambda args, kws: template(
+            tuple(map(types.unliteral, args)), {name: types.unliteral(arg) for name, arg in kws.items()}
+        )
+    return dispatcher
 
 
 def c_function(arity: int, result_bits: int, *, signed: bool = True) -> Any:
