@@ -192,7 +192,7 @@ class Core:
         return flow
 
     def whose(self, hashes: tuple[int, int]) -> int | None:
-        """The rank that alone has given a grant which `bind` would find, of a request whose name has these hashes."""
+        """The rank that has given the first grant that `bind` may find of a request whose name has these hashes."""
         return self.peers.ranks.get(posting.whose(self._address, *hashes))
 
     def meet(

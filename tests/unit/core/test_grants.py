@@ -225,6 +225,23 @@ def test_claimed_grants_make_room_for_others() -> None:
     assert not pair.writer.events.has_unclaimed
 
 
+def test_whose_grant_of_a_name_is_the_first() -> None:
+    """Of those that Python has not taken in, and no verb has claimed."""
+    pair = Pair()
+    name, other = name_hashes("name"), name_hashes("other")
+    assert pair.writer.whose(name) is None
+    for number in (1, 2):
+        pair.grant(pair.receive(1, generation=number), [number], name="name")
+        hear(pair)
+        assert pair.writer.whose(name) == 1
+        if number == 1:
+            leave(pair)
+            assert pair.writer.whose(name) == 1
+    assert pair.writer.whose(other) is None
+    pair.writer.events.take()
+    assert pair.writer.whose(name) is None
+
+
 def test_what_a_peer_has_granted_ends_with_it() -> None:
     """Another one may have its mailbox then."""
     pair = Pair()

@@ -129,8 +129,10 @@ def test_a_cancelled_request_refuses_the_grant_that_comes(dst: int | None) -> No
     check(cluster, [received, writer.send_pages("r", SENT, dst), writer.finish("r", dst)])
 
 
-def test_of_two_who_have_granted_a_name_anybody_is_the_first() -> None:
-    """Which the general way knows."""
+@pytest.mark.parametrize("straight", [True, False])
+def test_of_two_who_have_granted_a_name_anybody_is_the_first(straight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not straight:
+        leave_the_straight_way(monkeypatch)
     layout = KVLayout.gqa(num_layers=2, num_kv_heads=1, head_dim=2, page_size=2, dtype=torch.int16)
     cluster = Cluster([Place(name, layout, PAGES) for name in "pde"], views=True)
     writer, works = cluster[WRITER], []
@@ -140,6 +142,7 @@ def test_of_two_who_have_granted_a_name_anybody_is_the_first() -> None:
     writer.engine.poll()
     for done in ([True, False], [True, True]):
         works += [writer.send_pages("r", SENT, None), writer.finish("r", None)]
+        assert writer.engine.flows.notices.has_unclaimed is (straight and not all(done))
         assert cluster.run(works[-1].is_completed, limit=5)
         cluster.run(limit=0.1)
         assert [work.is_completed() for work in works[:2]] == done

@@ -339,14 +339,18 @@ def meet(world: World, flow: int, prefixed: int) -> bool:
 
 @compiled
 def whose(world: World, hash0: int, hash1: int) -> int:
-    """The peer that has given the only grant under this name which `meet` can find; -1 if there is none, or several."""
-    at = _search(world, -1, hash0, hash1)
-    return -1 if at < 0 else _found(world, at)["source"]
+    """The peer that has given the first grant under this name which Python has not taken in; -1 if there is none."""
+    head, tail = load(world["address"] + _HEAD), load(world["address"] + _TAIL)
+    at, _ = _search_in(world["unclaimed"], world["unclaimed_head"], world["unclaimed_tail"], -1, hash0, hash1)
+    if at >= 0:
+        return world["unclaimed"][at]["source"]
+    at, _ = _search_in(world["events"], head, tail, -1, hash0, hash1)
+    return world["events"][at]["source"] if at >= 0 else -1
 
 
 @compiled
 def _search(world: World, peer: int, hash0: int, hash1: int) -> int:
-    """The only grant of ``peer`` under this name, for `_found`; -1 if there is none, or several. peer: -1 for any."""
+    """The only grant of ``peer`` under this name, for `_found`; -1 if there is none, or several."""
     head, tail = load(world["address"] + _HEAD), load(world["address"] + _TAIL)
     old, count = _search_in(world["unclaimed"], world["unclaimed_head"], world["unclaimed_tail"], peer, hash0, hash1)
     new, more = _search_in(world["events"], head, tail, peer, hash0, hash1)
@@ -357,14 +361,16 @@ def _search(world: World, peer: int, hash0: int, hash1: int) -> int:
 
 @compiled
 def _search_in(events: list[Event], head: int, tail: int, peer: int, hash0: int, hash1: int) -> tuple[int, int]:
-    """The index of the last one, and how many there are."""
+    """The index of the first one, and how many there are. peer: -1 for any."""
     found, count = -1, 0
     for number in range(head, tail):
         event = events[number & (len(events) - 1)]
         if event["kind"] != GRANTED or (peer >= 0 and event["source"] != peer):
             continue
         if event["record"]["lo"] == hash0 and event["record"]["hi"] == hash1:
-            found, count = number & (len(events) - 1), count + 1
+            if count == 0:
+                found = number & (len(events) - 1)
+            count += 1
     return found, count
 
 

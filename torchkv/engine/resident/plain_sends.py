@@ -87,7 +87,7 @@ class PlainSends:
         return dst in self._served
 
     def whose(self, request: str) -> int | None:
-        """The rank that alone has granted a request of this name, as far as Python has not taken in such grants."""
+        """The rank that has granted a request of this name first, of those whose grants Python has not taken in."""
         return self._core.whose(name_hashes(request))
 
     def bind(self, request: str, dst: int, begun: float) -> Bound | None:

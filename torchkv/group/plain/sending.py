@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from torchkv.arrays import Int64Array
-from torchkv.engine.resident.plain_sends import Bound, Call, LatestSend, Met
+from torchkv.engine.resident.plain_sends import Call, LatestSend, Met
 from torchkv.engine.source_pages import SourcePages
 from torchkv.engine.work import KVWork
 from torchkv.group import arguments
@@ -225,32 +225,6 @@ class PlainSending(PlainTargets):
         fresh = [req.grant for req in reqs if req.fresh and req.error is None and req.finish is None]
         grants = [None if grant is None or grant.absent_tokens else grant for grant in fresh]
         return grants if len(grants) == len(ranks) else []
-
-    def _bind_all(self, request: str, ranks: tuple[int, ...]) -> list[Bound]:
-        """A flow for each rank's grant of a request of which no verb was called yet, if Python has left all of them to
-        their verb; else none. They are begun, or released. Under the lock.
-        """
-        engine, flows, now = self.engine, self.engine.flows, self.clock()
-        assert flows is not None
-        if engine.closed or engine.lost or self.forced_path is not None:
-            return []
-        if not all(engine.sender.grants.awaits(request, rank) for rank in ranks):
-            return []
-        bound: list[Bound] = []
-        for rank in ranks:
-            if (one := flows.plain.bind(request, rank, now)) is None:
-                self._release(bound)
-                return []
-            bound.append(one)
-        return bound
-
-    def _release(self, bound: list[Bound]) -> None:
-        """Python takes these grants in, whose requests have not begun."""
-        flows = self.engine.flows
-        assert flows is not None
-        for grant, flow, _ in bound:
-            flows.core.end_send(flow)
-            self.engine.sender.grants.meet(grant, self.clock())
 
     def _begin_all(
         self, grants: list[BoundGrant], reqs: list[SenderRequest], ops: list[SendOp], bound: list[int]

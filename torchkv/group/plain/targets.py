@@ -16,6 +16,10 @@ from torchkv.protocol.actions import ANYBODY
 
 if TYPE_CHECKING:
     from torchkv.engine.engine import Engine
+    from torchkv.engine.resident.plain_sends import Bound
+    from torchkv.engine.resident.routes import Route
+    from torchkv.protocol.actions import BoundGrant
+    from torchkv.protocol.sending.request import SenderRequest
 
 __all__ = ["PlainTargets", "trace"]
 
@@ -93,24 +97,60 @@ class PlainTargets(RecordedVerbs):
             req = grants.begin(grant, now)
         else:
             grants.bind_expected(req, grant, now)
-        flows.plain.opened(req, flow, route)
-        grants.leave_loop(req, grant, now)
+        self._bound(req, grant, flow, route)
         if engine.needs_driver:
             engine.wake()
         return grant.held_tokens
 
     def _address(self, request: str) -> tuple[int, ...]:
-        """Binds a request to anybody to the only grant of its name, if Python has left that to its verb: to whom.
+        """Binds a request to anybody that begins now, if Python has left its grants to that. The ranks that it goes to.
 
-        () and nothing is done, if there is none, or anything stands against it. Under the engine's lock.
+        () and nothing is done, if one is missing, or anything stands against it. Under the engine's lock.
         """
         engine, flows = self.engine, self.engine.flows
         if flows is None or (request, ANYBODY) in engine.sender.requests.by_key:  # it waits: who asks again is quick
             return ()
-        rank = flows.plain.whose(request)
-        if rank is None or not engine.sender.grants.awaits_alone(request, rank):
+        if (rank := flows.plain.whose(request)) is None:
             return ()
-        if self.prefix_of(request, rank) is None:
+        ranks = engine.sender.grants.addresses(request, rank)
+        bound = self._bind_all(request, ranks)
+        for grant, flow, route in bound:
+            self._bound(engine.sender.grants.begin(grant, self.clock()), grant, flow, route)
+        if not bound:
             return ()
-        engine.sender.requests.addressed[request] = (rank,)
-        return (rank,)
+        engine.sender.requests.addressed[request] = ranks
+        if engine.needs_driver:
+            engine.wake()
+        return ranks
+
+    def _bound(self, req: SenderRequest, grant: BoundGrant, flow: int, route: Route) -> None:
+        """The request is bound to its grant, and no verb was called of it yet."""
+        assert self.engine.flows is not None
+        self.engine.flows.plain.opened(req, flow, route)
+        self.engine.sender.grants.leave_loop(req, grant, self.clock())
+
+    def _bind_all(self, request: str, ranks: tuple[int, ...]) -> list[Bound]:
+        """A flow for each rank's grant of a request of which no verb was called yet, if Python has left all of them to
+        their verb; else none. They are begun, or released. Under the lock.
+        """
+        engine, flows, now = self.engine, self.engine.flows, self.clock()
+        assert flows is not None
+        if engine.closed or engine.lost or self.forced_path is not None:
+            return []
+        if not all(engine.sender.grants.awaits(request, rank) for rank in ranks):
+            return []
+        bound: list[Bound] = []
+        for rank in ranks:
+            if (one := flows.plain.bind(request, rank, now)) is None:
+                self._release(bound)
+                return []
+            bound.append(one)
+        return bound
+
+    def _release(self, bound: list[Bound]) -> None:
+        """Python takes these grants in, whose requests have not begun."""
+        flows = self.engine.flows
+        assert flows is not None
+        for grant, flow, _ in bound:
+            flows.core.end_send(flow)
+            self.engine.sender.grants.meet(grant, self.clock())

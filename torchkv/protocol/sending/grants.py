@@ -67,13 +67,17 @@ class Grants:
         unmet = self.unmet
         return not unmet.refusing and unmet.grant((request, dst)) is None and self._may_begin(request, dst)
 
-    def awaits_alone(self, request: str, source: int) -> bool:
-        """As `awaits`, of a request to anybody: whether it would go to ``source``, and to nobody else."""
+    def addresses(self, request: str, source: int) -> tuple[int, ...]:
+        """The ranks that a request to anybody would go to, if it began now with the grants that Python is told of next.
+
+        source: the first rank to grant it. () if it does not `await` the grants of all of them.
+        """
         if self.unmet.named(request) or self.unmet.revoked(request) or self.unmet.is_exempt(request):
-            return False
-        if request in self._requests.addressed or self._anybody.owed(request, source) != (source,):
-            return False
-        return self.awaits(request, source)
+            return ()
+        if request in self._requests.addressed:
+            return ()
+        ranks = self._anybody.owed(request, source)
+        return ranks if all(self.awaits(request, rank) for rank in ranks) else ()
 
     def waiting(self, request: str, dst: int) -> BoundGrant | None:
         """The grant that a request would bind which began now, if no pages of its prefix are absent.
