@@ -201,3 +201,14 @@ def test_those_of_a_process_that_has_ended_bind_nothing(met: list[bool]) -> None
     with pytest.raises(Exception, match="rank 1"):
         writer.send_pages("r", SENT, READER)
     assert True not in met
+
+
+def test_a_sender_that_ends_its_group_says_so_to_whom_has_granted() -> None:
+    cluster = pair()
+    writer, received = left(cluster)
+    gone = TransferCancelled("the group was destroyed")
+    writer.engine.fail_all(gone, cluster.world.now)
+    writer.engine.end_all(gone, cluster.world.now)
+    assert cluster.run(received.is_completed, limit=5)
+    assert isinstance(received.exception(), TransferCancelled)
+    assert "the group was destroyed" in str(received.exception())
