@@ -73,7 +73,6 @@ def test_the_runs_with_two_readers_are_worth_their_time(network: bool, monkeypat
     monkeypatch.setattr(PlainSending, "_release", releasing)
     for seed in range(120):
         clean_run(seed, readers=2, network=network)
-    print(begun.count(True), begun.count(False), released, addressed.count(1), addressed.count(2))
     assert begun.count(True) > 2
     assert begun.count(False) > 1
     assert released > begun.count(False), "grants of one of two alone were there"

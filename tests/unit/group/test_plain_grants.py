@@ -213,7 +213,7 @@ def test_with_layer_groups_each_part_has_a_grant_of_its_own(bound: list[str]) ->
 
 @pytest.mark.parametrize("dst", ["d", None])
 def test_an_instance_of_one_rank_is_that_rank(dst: str | None, bound: list[str]) -> None:
-    """Or anybody, if nobody else has granted the request."""
+    """So is anybody, if it is the first that has granted the request."""
     cluster = pair()
     cluster[WRITER].engine.group_map.targets("d", "a verb before")
     writer, received = cluster[WRITER], receive(cluster, PREFIX)

@@ -1,4 +1,4 @@
-"""The plain verbs that are no sends of pages: see `torchkv.group.plain`."""
+"""The plain verbs but those that send pages: see `torchkv.group.plain`."""
 
 from __future__ import annotations
 
