@@ -17,7 +17,7 @@ from tests.helpers.references.memory import page_bytes
 from tests.helpers.simulation.acquainted import PAGES, pair
 from tests.helpers.simulation.cluster import Cluster, Place, Rank
 from torchkv.engine.resident.plain_sends import PlainSends
-from torchkv.errors import TransferCancelled
+from torchkv.errors import TransferCancelled, TransferTimeout
 from torchkv.layout.layout import KVLayout
 
 WRITER, READER = 0, 1
@@ -127,6 +127,19 @@ def test_a_cancelled_request_refuses_the_grant_that_comes(dst: int | None) -> No
     assert cluster.run(refused.is_completed, limit=5)
     assert isinstance(refused.exception(), TransferCancelled)
     check(cluster, [received, writer.send_pages("r", SENT, dst), writer.finish("r", dst)])
+
+
+@pytest.mark.parametrize("dst", [READER, None])
+def test_a_request_that_has_failed_refuses_the_grant_that_comes_too_late(dst: int | None) -> None:
+    cluster = pair()
+    writer, _ = left(cluster)
+    sent = writer.send_pages("late", [0], dst)
+    assert cluster.run(sent.is_completed, limit=10)
+    assert isinstance(sent.exception(), TransferTimeout)
+    cluster.run(limit=1)
+    late = cluster[READER].recv_pages("late", [4], WRITER)
+    assert cluster.run(late.is_completed, limit=2)
+    assert "posted recv_pages within 8 s" in str(late.exception())
 
 
 @pytest.mark.parametrize("straight", [True, False])

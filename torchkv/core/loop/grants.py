@@ -29,7 +29,8 @@ that does not hold the pages that were sent, and one behind a prefix. For all re
 prefix, and a loop sees one of them: so what it binds is behind none. A verb that begins its request, or asks for its
 prefix, looks first whether the loop has left the grant to Python, and Python has not taken it in yet: then the verb
 binds it in the same way, also behind a prefix if its pages count from there, since it has no other receiver. So Python
-takes grants in only if a request waits for one, or somebody asks: else it puts them aside, among what is *unclaimed*.
+takes grants in only if a request waits for one, or has failed and refuses it, or somebody asks: else it puts them
+aside, among what is *unclaimed*.
 
 Names are compared by their BLAKE2b hashes of 128 bits. Two names of one hash are not known, nor how to find them.
 """

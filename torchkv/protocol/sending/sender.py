@@ -464,7 +464,7 @@ class Sender:
         """
         failed = False
         if self.handover.flows is not None:
-            waiting = (req.grant is None and req.flow is None and req.error is None for req in self.requests)
+            waiting = (req.waits and req.flow is None for req in self.requests)  # failed ones to refuse it
             self.handover.flows.heed_grants(self.grants.unmet.refusing or any(waiting))
         self.grants.unmet.expire(now)
         for req in self.requests:
