@@ -15,6 +15,7 @@ import torch
 from tests.helpers.references.memory import Shadow, snapshot
 from tests.helpers.simulation.cluster import Cluster, Rank, random_faults, random_places
 from tests.helpers.simulation.flows import Flow, Gate, Receiving, Sending, flows_left, short_runs
+from tests.helpers.simulation.neglect import Neglect
 from tests.helpers.simulation.staging_rings import RingShadow
 from tests.helpers.simulation.state_flows import StateFlows, random_states
 from torchkv.arrays import Int64Array
@@ -95,7 +96,9 @@ class Scenario:
         staging = {"staging_send": dice.choice(rings), "staging_recv": dice.choice(rings)}
         if views:
             staging["staging_send"] = 0  # pieces are gathered straight into the receivers' mapped rings
-        limits = {"timeout": 30.0, "grant_timeout": 60.0} if benign else {"timeout": 3.0, "grant_timeout": 8.0}
+        limits = {"timeout": 30.0, "grant_timeout": 60.0}
+        if not benign:
+            limits = {"timeout": 3.0, "grant_timeout": random.Random(f"grants {seed}").choice([0.5, 8.0, 8.0])}
         if brief:
             limits = {name: BRIEF * limit for name, limit in limits.items()}
         limits["heartbeat"] = self._time(0.2)
@@ -124,6 +127,7 @@ class Scenario:
         self.shadows = {rank.rank: Shadow(rank, self.numbers, numbers=converts) for rank in self.cluster.ranks}
         self.rings = {rank.rank: RingShadow(rank.engine, self.numbers) for rank in self.cluster.ranks}
         self.sources = {rank.rank: snapshot(rank) for rank in self.cluster.ranks}
+        self.neglect = {rank.rank: Neglect(rank) for rank in self.cluster.ranks}
         self.unused = {rank.rank: list(range(RECV_PAGES, 64)) for rank in self.cluster.ranks}
         self.state = StateFlows(self, state_dice)
         self.prefixes = seed % 2 == 0 or not (network or readers)  # loops bind no grant behind one
@@ -154,7 +158,7 @@ class Scenario:
             self._run()
         if self.cluster.network is not None:
             self.problems += self.cluster.network.problems
-        watched: list[Any] = [*self.shadows.values(), *self.rings.values()]
+        watched: list[Any] = [*self.shadows.values(), *self.rings.values(), *self.neglect.values()]
         return self.problems + [problem for shadow in watched for problem in shadow.problems]
 
     def _run(self) -> None:
@@ -457,6 +461,7 @@ class Scenario:
             if sending.rank is rank and sending.handed_on:
                 self._adopt(sending)
         self.rings[rank.rank].observe()
+        self.neglect[rank.rank].observe(self.world.now)
         self.state.check_layers(rank)
         shadow = self.shadows[rank.rank]
         for generation, released in shadow.released().items():

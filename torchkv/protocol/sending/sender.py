@@ -457,6 +457,11 @@ class Sender:
             self._endings.abort(grant, type(error)(f"request {grant.request!r}: {where}"))
             self._endings.tell(grant.dst, Quiesced(grant.generation))
 
+    @property
+    def _awaits_grants(self) -> bool:
+        """Whether a request waits for its grant in Python, or one that has failed, or was cancelled, refuses it."""
+        return self.grants.unmet.refusing or any(req.waits and req.flow is None for req in self.requests)
+
     def tick(self, now: float) -> bool:
         """Fails requests whose deadline has passed, and tells receivers of progress. Whether a request has failed.
 
@@ -464,8 +469,7 @@ class Sender:
         """
         failed = False
         if self.handover.flows is not None:
-            waiting = (req.waits and req.flow is None for req in self.requests)  # failed ones to refuse it
-            self.handover.flows.heed_grants(self.grants.unmet.refusing or any(waiting))
+            self.handover.flows.heed_grants(self._awaits_grants)
         self.grants.unmet.expire(now)
         for req in self.requests:
             if req.error is not None:

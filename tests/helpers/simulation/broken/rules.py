@@ -20,6 +20,7 @@ from torchkv.core.loop.codes import DECIDED, DONE, OPEN, SEAL, SEALED, WAITING
 from torchkv.engine.resident.flows import Flows
 from torchkv.engine.resident.notices import Notices
 from torchkv.host.atomics import load
+from torchkv.protocol.sending.sender import Sender
 
 __all__ = ["BREAKS", "SINGLE_BREAKS"]
 
@@ -168,6 +169,14 @@ def _one_seal_is_enough() -> None:
     swap(receiving, _on_seal=on_seal)
 
 
+def _leaves_grants_that_failed_requests_refuse() -> None:
+    def awaits(self: Sender) -> bool:
+        hopeful = any(req.waits and req.flow is None and req.error is None for req in self.requests)
+        return self.grants.unmet.refusing or hopeful
+
+    swap(Sender, _awaits_grants=property(awaits))
+
+
 BREAKS: dict[str, Break] = {
     "seal before flush": (_seals_while_it_copies, False),
     "attest by the first writer only": (_one_seal_is_enough, False),
@@ -183,6 +192,7 @@ BREAKS: dict[str, Break] = {
     "decides without the others": (_decides_without_the_others, False),
     "ends what only the leader may end": (_ends_what_only_the_leader_may_end, False),
     "tells one rank of a round": (_tells_one_rank_of_a_round, True),
+    "leaves grants that failed requests refuse": (_leaves_grants_that_failed_requests_refuse, False),
 }
 
 
