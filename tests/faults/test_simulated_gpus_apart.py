@@ -26,7 +26,7 @@ def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Flows.take_back_send
 
     def take_back(self: Flows, req: SenderRequest) -> bool | None:
-        gated = req.flow is not None and self.core.gated(req.flow) > 0 and self.core.moved(req.flow) == 0
+        gated = req.flow is not None and self.core.sends.gated(req.flow) > 0 and self.core.sends.moved(req.flow) == 0
         sealed = real(self, req)
         landing = any(op.landed is not None for op in req.running)
         ended.append("landing" if landing else "gated" if gated else "else")
@@ -59,9 +59,9 @@ def test_what_was_put_and_has_arrived_is_not_waited_for_as_a_kernel_is(monkeypat
         cluster[1].recv_pages("r", [1, 2, 3], 0)
         cluster.run(limit=2)
         writer.send_pages("r", [5, 6, 7], 1)
-        while not any(flows.core.flying(index) for index in flows._ops):
+        while not any(flows.core.sends.flying(index) for index in flows._ops):
             flows.core.runner.step()
         (req,) = flows._sends.values()
-        monkeypatch.setattr(flows.core, "put", lambda index: 0)  # as if a flush had said so
+        monkeypatch.setattr(flows.core.sends, "put", lambda index: 0)  # as if a flush had said so
         flows.take_back_send(req)
         assert [op.landed for op in req.running] == [None]

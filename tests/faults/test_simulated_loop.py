@@ -15,7 +15,7 @@ def test_the_runs_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Flows.take_back_send
 
     def take_back(self: Flows, req: SenderRequest) -> bool:
-        moved, had = self.core.moved(req.flow or 0), len(req.running)
+        moved, had = self.core.sends.moved(req.flow or 0), len(req.running)
         sealed = real(self, req)
         ended.append("verdict" if req.ended else "sealed" if sealed else "copying" if moved and had else "idle")
         return sealed

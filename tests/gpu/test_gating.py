@@ -203,8 +203,10 @@ def gates_of_one_stream() -> None:
                 flows, claims = engine.flows, engine.gpu._streams.gated._claims
                 assert len(flows._ops) == 16
                 for flow in flows._sends:
-                    before = flows.core.gated(flow)
-                    until(lambda flow=flow, before=before: flows.core.gated(flow) > before, "its gates are queried")
+                    before = flows.core.sends.gated(flow)
+                    until(
+                        lambda flow=flow, before=before: flows.core.sends.gated(flow) > before, "its gates are queried"
+                    )
                 assert not any(work.is_completed() for work in sent_first + sent)
                 assert not any(claims.values())
                 hold.open()

@@ -133,7 +133,7 @@ def wrong_verbs() -> None:
             kv.prefix_tokens("r", READER)
             pages = np.array([1, 2, 3])
             core = kv._verbs.engine.flows.core
-            free = len(core._free_ops)
+            free = len(core.sends._free_ops)
             first = kv.send_layer("r", 0, pages, READER)
             for error, verb in WRONG:
                 with pytest.raises(error):
@@ -143,7 +143,7 @@ def wrong_verbs() -> None:
             kv.finish("r", READER).wait(30)
             assert first.is_success()
             assert second.is_success()
-            assert len(core._free_ops) == free
+            assert len(core.sends._free_ops) == free
             torch.distributed.send(page_bytes(cache, [1, 2, 3]), READER, group=kv)
         else:
             rx = kv.recv_pages("r", [7, 4, 9], WRITER)

@@ -92,7 +92,7 @@ class Apart:
         return Pieces(self.geometry)
 
     def way(self, *, max_page: int = PAGES, staged: bool = False) -> Way:
-        return self.writer.way(
+        return self.writer.sends.way(
             1,
             geometry=self.geometry,
             src_page=TOKENS,
@@ -105,13 +105,13 @@ class Apart:
     def send(self, peer_flow: int, pages: list[int], generation: int = 1, *, staged: bool = False) -> int:
         ids = np.array(pages, dtype=np.int64)
         way = self.way(staged=staged)
-        flow = self.writer.open_send(way, peer_flow=peer_flow, generation=generation, pages=ids)
+        flow = self.writer.sends.open(way, peer_flow=peer_flow, generation=generation, pages=ids)
         assert flow is not None
         return flow
 
     def wait(self, name: str = "name", *, max_page: int = PAGES) -> int:
         """A send that waits for its grant."""
-        flow = self.writer.wait_for_grant(self.way(max_page=max_page), hashes=name_hashes(name), writers=1)
+        flow = self.writer.sends.wait_for_grant(self.way(max_page=max_page), hashes=name_hashes(name), writers=1)
         assert flow is not None
         return flow
 
@@ -123,7 +123,7 @@ class Apart:
         self, flow: int, pages: list[int], *, start: int = 0, layers: range = range(LAYERS), gate: Gate = NO_GATE
     ) -> int:
         positions, ids = np.array(layers, dtype=np.int64), np.array(pages, dtype=np.int64)
-        index = self.writer.start_op(flow, positions, ids, start, gate)
+        index = self.writer.sends.start_op(flow, positions, ids, start, gate)
         assert index is not None
         return index
 
@@ -133,7 +133,7 @@ class Apart:
         op = self.start(send, [0, 1])
         self.writer.runner.step()
         with self.writer.runner.standing_still():
-            posted = self.writer.put(op)
+            posted = self.writer.sends.put(op)
         assert posted > 0
         return send, op, posted
 

@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-from typing import Any, cast
-
-import numba
-import numpy as np
-from numba.core import types
-from numba.extending import intrinsic
-
 from torchkv.arrays import Int64Array
 from torchkv.core import journal
 from torchkv.core.loop import grants
@@ -18,8 +9,9 @@ from torchkv.core.loop.codes import COMPARE, FINISH, OPEN, POST, ROUND, START, W
 from torchkv.core.loop.grants import IDS_AT
 from torchkv.core.loop.limits import COMMANDS
 from torchkv.core.loop.mailbox import NAPPING, may_run, ring
-from torchkv.core.loop.state.requests import Repeat, Send, Way
-from torchkv.core.loop.state.world import REPEAT, WAY, WORLD, World, word_at
+from torchkv.core.loop.state.addresses import repeat_at, way_at, world_at
+from torchkv.core.loop.state.requests import Send
+from torchkv.core.loop.state.world import World, word_at
 from torchkv.host.atomics import fence, load, store
 from torchkv.host.copy_loops import copy_bytes
 from torchkv.host.jit import c_function, compiled_with_gil
@@ -44,33 +36,6 @@ __all__ = [
     "wait_for_grant",
 ]
 
-
-def _plain(dtype: np.dtype[np.void]) -> Callable[[int], Any]:
-    def record_at(address: int) -> Any:
-        memory = (ctypes.c_uint8 * dtype.itemsize).from_address(int(address))
-        return np.frombuffer(cast(Any, memory), dtype)[0]
-
-    return record_at
-
-
-def _compiled(dtype: np.dtype[np.void]) -> Callable[[int], Any]:
-    record = numba.from_dtype(dtype)
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(record))
-
-    def definition(typing: Any, address: Any) -> Any:
-        return record(types.int64), codegen
-
-    return cast(Callable[[int], Any], intrinsic(definition))
-
-
-_record_at = _plain if numba.config.DISABLE_JIT else _compiled
-# The record at an address, which must stay allocated. numba takes 8 us to recognise a record of the size of `World`
-# among the arguments of a call, a tenth of a microsecond for an array, and hardly anything for an integer.
-world_at: Callable[[int], World] = _record_at(WORLD)
-way_at: Callable[[int], Way] = _record_at(WAY)
-repeat_at: Callable[[int], Repeat] = _record_at(REPEAT)
 
 _call_compare = c_function(3, 32)
 

@@ -12,8 +12,8 @@ from torchkv.core.loop.codes import CLOCK, SYSCALL, YIELD
 from torchkv.core.loop.events import tell_driver, tell_waiters
 from torchkv.core.loop.limits import FLIGHT
 from torchkv.core.loop.mailbox import ring
+from torchkv.core.loop.state.addresses import world_at
 from torchkv.core.loop.state.world import word_at
-from torchkv.core.posting import world_at
 from torchkv.host.atomics import add, exchange, load, look_at, store
 from torchkv.host.futex import call_yield, futex_wait
 from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns

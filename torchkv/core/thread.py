@@ -10,8 +10,8 @@ from torchkv.core.loop.codes import CLOCK, SYSCALL, YIELD
 from torchkv.core.loop.limits import FLIGHT
 from torchkv.core.loop.loop import step
 from torchkv.core.loop.mailbox import ASLEEP, ATTENDED, NAPPING, SEALS_AT, may_run, ring, waiting
+from torchkv.core.loop.state.addresses import world_at
 from torchkv.core.loop.state.world import World, word_at
-from torchkv.core.posting import world_at
 from torchkv.host.atomics import LOOKS, add, exchange, exchange_if, fence, load, pause, store
 from torchkv.host.futex import call_yield, futex_wait
 from torchkv.host.jit import compiled, compiled_with_gil, monotonic_ns

@@ -16,7 +16,7 @@ import torch
 from tests.helpers.ranks.small_cache import Gate, check_transfer
 from tests.helpers.waiting import until
 from torchkv import KVProcessGroup, KVWork
-from torchkv.core.core import Core
+from torchkv.core.sends import Sends
 from torchkv.core.way import Way
 
 __all__ = ["READER", "WAYS", "WRITER", "acquaint", "note_sends"]
@@ -73,15 +73,15 @@ def note_sends(patch: pytest.MonkeyPatch, note: Callable[[Way], None]) -> None:
     """From now on ``note`` is told of each send that this rank's loop is given."""
 
     def noting(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(core: Core, way: Way, *given: Any, **more: Any) -> Any:
-            if (begun := real(core, way, *given, **more)) is not None:
+        def call(sends: Sends, way: Way, *given: Any, **more: Any) -> Any:
+            if (begun := real(sends, way, *given, **more)) is not None:
                 note(way)
             return begun
 
         return call
 
-    for name in ("open_send", "wait_for_grant", "bind", "meet", "begin"):
-        patch.setattr(Core, name, noting(getattr(Core, name)))
+    for name in ("open", "wait_for_grant", "bind", "meet", "begin"):
+        patch.setattr(Sends, name, noting(getattr(Sends, name)))
 
 
 def acquaint(kv: KVProcessGroup, *ranks: int) -> None:

@@ -138,7 +138,7 @@ def flows_left(engine: Engine) -> list[object]:
         return []
     core = flows.core
     quarantined = sum(req.reserved is not None for req in engine.receiver.requests)
-    free = [len(core._free_sends), len(core.receives._free) + quarantined, len(core._free_ops)]
+    free = [len(core.sends._free), len(core.receives._free) + quarantined, len(core.sends._free_ops)]
     left: list[object] = [*flows._sends, *flows._waiting, *flows._receives, *flows._ops]
     left += [f"a peer is to expect {peer['seals']} seals" for peer in core.world["peers"] if peer["seals"]]
     return left + ([free] if free != [MAX_FLOWS if core.device is None else MAX_GPU_SENDS, MAX_FLOWS, MAX_OPS] else [])

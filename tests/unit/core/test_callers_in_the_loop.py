@@ -161,7 +161,7 @@ def test_a_loop_that_sleeps_is_not_woken_for_a_grant(pair: Pair) -> None:
     pair.grant(flow, [3])
     assert asleep(reader)
     until(lambda: writer.world["event_tail"] > bound, "an event")
-    assert pair.writer.bound(send)[3].tolist() == [3]
+    assert pair.writer.sends.bound(send)[3].tolist() == [3]
 
 
 def test_copies_are_begun_by_the_caller_and_ended_by_the_thread() -> None:
@@ -216,9 +216,9 @@ def test_requests_of_callers_that_come_and_go(pair: Pair) -> None:
             pause(dice)
             pair.start(send, [7 - number % 8])
             pause(dice)
-            pair.writer.finish_send(send, 1, b"")
+            pair.writer.sends.finish(send, 1, b"")
             wait_for(pair.writer, SENT, send)
-            pair.writer.end_send(send)
+            pair.writer.sends.end(send)
 
     threads = [threading.Thread(target=side) for side in (read, write)]
     for thread in threads:

@@ -175,7 +175,7 @@ def test_requests_with_many_copiers() -> None:
         flow = pair.receive(pages - 5, generation=generation)
         send = pair.send(flow, theirs, generation=generation)
         op = pair.start(send, ours)
-        pair.writer.finish_send(send, pages - 5, b"")
+        pair.writer.sends.finish(send, pages - 5, b"")
         heard: list[int] = []
         while RECEIVED not in heard:
             pair.reader.runner.step()
@@ -188,8 +188,8 @@ def test_requests_with_many_copiers() -> None:
             pair.reader.runner.step()
             told += kinds(pair.writer.events.take())
         assert told == [OP_DONE, SENT]
-        pair.writer.op_results([op])
-        pair.writer.end_send(send)
+        pair.writer.sends.op_results([op])
+        pair.writer.sends.end(send)
         pair.reader.receives.close(flow)
         pair.reader.receives.free(flow)
     pair.writer.runner.stop()

@@ -35,15 +35,15 @@ def test_a_request_that_waits(granted_first: bool, limits: dict[str, int]) -> No
         pair.grant(flow, [6, 1, 4])
         assert kinds(pair.run()[0]) == [BOUND]
     op = pair.start(send, [2, 7, 0])
-    pair.writer.finish_send(send, 3, b"aux")
+    pair.writer.sends.finish(send, 3, b"aux")
     if not granted_first:
         assert pair.run() == ([], [])
         pair.grant(flow, [6, 1, 4])
     told, heard = pair.run()
     assert kinds(told) == ([OP_DONE, SENT] if granted_first else [BOUND, OP_DONE, SENT])
     assert kinds(heard) == [RECEIVED]
-    assert pair.writer.op_results([op]) == ([3 * 3 * PAGE], 9)
-    peer_flow, generation, _, pages, slot = pair.writer.bound(send)
+    assert pair.writer.sends.op_results([op]) == ([3 * 3 * PAGE], 9)
+    peer_flow, generation, _, pages, slot = pair.writer.sends.bound(send)
     assert (peer_flow, generation, pages.tolist(), slot) == (flow, 1, [6, 1, 4], None)
     expected = np.full_like(pair.dst, 0xAB)
     expected[:, [6, 1, 4]] = pair.src[:, [2, 7, 0]]
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_left_to_python(wait: dict[str, object], granted: d
     assert (body.name, body.pages.tolist()) == (b"name", granted.get("pages", [1, 4]))
     with pair.writer.runner.standing_still():
         pair.writer.settle()
-        assert pair.writer.take_back_send(send, []) is False
+        assert pair.writer.sends.take_back(send, []) is False
     assert not pair.writer.world["buckets"].any()
 
 
@@ -105,7 +105,7 @@ def meet(
     how = (start, NO_GATE, 0)
     grant = {"hashes": name_hashes(name), "writers": writers, "prefixed": prefixed}
     num_pages = pair.src.shape[1]
-    return pair.writer.meet(
+    return pair.writer.sends.meet(
         pair.way(max_page), positions, given, given.copy(), num_pages, *how, **grant, serial=0, begun=0
     )
 
@@ -138,15 +138,15 @@ def test_a_first_verb_meets_its_grant(prefix: int, left: str) -> None:
     met = meet(pair, [2, 7, 0], prefixed=True)
     assert met is not None
     send, op = met
-    peer_flow, generation, behind, pages, _ = pair.writer.bound(send)
+    peer_flow, generation, behind, pages, _ = pair.writer.sends.bound(send)
     assert (peer_flow, generation, behind, pages.tolist()) == (flow, 1, prefix, [6, 1, 4])
-    pair.writer.finish_send(send, 3, b"aux")
+    pair.writer.sends.finish(send, 3, b"aux")
     told, heard = pair.run()
     claimed = [] if left == "other, name" else [NEWS]
     assert kinds(told) == [GRANTED, *claimed, OP_DONE, SENT]
     assert pair.writer.peers.granted(1, *told[0].words[1:3]).name == b"other"
     assert kinds(heard) == [RECEIVED]
-    assert pair.writer.op_results([op]) == ([3 * 3 * PAGE], 9)
+    assert pair.writer.sends.op_results([op]) == ([3 * 3 * PAGE], 9)
     expected = np.full_like(pair.dst, 0xAB)
     expected[:, [6, 1, 4]] = pair.src[:, [2, 7, 0]]
     assert (pair.dst == expected).all()
@@ -201,9 +201,9 @@ def test_what_does_not_meet_is_left_to_python(verb: dict[str, Any], granted: dic
         later = pair.receive(2, generation=9)
         assert later == flow
         pair.grant(later, [5, 6])
-    free = len(pair.writer._free_sends), len(pair.writer._free_ops)
+    free = len(pair.writer.sends._free), len(pair.writer.sends._free_ops)
     assert meet(pair, [0, 1], **verb) is None
-    assert (len(pair.writer._free_sends), len(pair.writer._free_ops)) == free
+    assert (len(pair.writer.sends._free), len(pair.writer.sends._free_ops)) == free
     assert not pair.writer.world["sends"]["state"].any()  # type: ignore[call-overload]
     told, _ = pair.run()
     assert kinds(told) == [GRANTED] * (2 if again or ended else 1)
@@ -229,17 +229,17 @@ def test_whose_grant_of_a_name_is_the_first() -> None:
     """Of those that Python has not taken in, and no verb has claimed."""
     pair = Pair()
     name, other = name_hashes("name"), name_hashes("other")
-    assert pair.writer.whose(name) is None
+    assert pair.writer.sends.whose(name) is None
     for number in (1, 2):
         pair.grant(pair.receive(1, generation=number), [number], name="name")
         hear(pair)
-        assert pair.writer.whose(name) == 1
+        assert pair.writer.sends.whose(name) == 1
         if number == 1:
             leave(pair)
-            assert pair.writer.whose(name) == 1
-    assert pair.writer.whose(other) is None
+            assert pair.writer.sends.whose(name) == 1
+    assert pair.writer.sends.whose(other) is None
     pair.writer.events.take()
-    assert pair.writer.whose(name) is None
+    assert pair.writer.sends.whose(name) is None
 
 
 def test_what_a_peer_has_granted_ends_with_it() -> None:
@@ -274,7 +274,7 @@ def test_a_first_verb_finds_no_room() -> None:
     pair = Pair()
     pair.grant(pair.receive(1), [1])
     hear(pair)
-    pair.writer._free_ops.clear()
+    pair.writer.sends._free_ops.clear()
     assert meet(pair, [0]) is None
     assert kinds(pair.run()[0]) == [GRANTED]
 
@@ -283,7 +283,7 @@ def test_a_seal_that_does_not_fit_the_grant_is_left_to_python() -> None:
     pair = Pair()
     flow, send = pair.receive(3), pair.wait()
     pair.start(send, [0, 1])
-    pair.writer.finish_send(send, 2, b"")
+    pair.writer.sends.finish(send, 2, b"")
     pair.grant(flow, [1, 4, 5])
     assert kinds(pair.run()[0]) == [GRANTED]
 
@@ -305,7 +305,7 @@ def test_a_grant_is_heard_although_kernels_have_to_make_room_for_what_came_befor
     op = pair.start(send, [2, 7])
     told, _ = pair.run()
     assert kinds(told) == [OP_DONE, STRAY]
-    assert pair.writer.op_results([op]) == ([2 * 3 * PAGE], 6)
+    assert pair.writer.sends.op_results([op]) == ([2 * 3 * PAGE], 6)
 
 
 def test_a_loop_that_can_tell_no_more_says_so() -> None:
@@ -336,7 +336,7 @@ def test_each_name_meets_its_grant() -> None:
     for name in names[100:]:
         with pair.writer.runner.standing_still():
             pair.writer.settle()
-            pair.writer.take_back_send(sends[name], [])
+            pair.writer.sends.take_back(sends[name], [])
     for i, name in enumerate(names):
         pair.grant(pair.receive(1, generation=i + 1), [i], name=name)
         told, _ = pair.run()

@@ -35,7 +35,7 @@ def test_what_an_operation_says() -> None:
     pair.start(send, [2, 7, 0], layers=[1])  # not to be recorded
     assert pair.writer.operations.read() == []
     assert [kind for kind, _ in pair.writer.operations.unbegun()] == [START, START]
-    pair.writer.finish_send(send, 3, b"", FINISHED)
+    pair.writer.sends.finish(send, 3, b"", FINISHED)
     pair.writer.runner.step()
     assert pair.writer.operations.unbegun() == []
     pair.run()
@@ -58,7 +58,7 @@ def test_a_receive_and_a_grant_that_the_loop_binds() -> None:
     (waiting,) = read(pair.writer)
     assert waiting.ended is None
     flow = pair.receive(2)
-    pair.writer.finish_send(send, 2, b"")
+    pair.writer.sends.finish(send, 2, b"")
     pair.grant(flow, [3, 4], serial=9)
     pair.run()
     (sent,) = read(pair.writer)
@@ -99,7 +99,7 @@ def test_all_are_there_in_order_until_newer_ones_take_their_place(seed: int) -> 
 def _check(pair: Pair, begun: list[tuple[int, int, int]], open_ops: dict[int, int]) -> None:
     unbegun = {index for kind, index in pair.writer.operations.unbegun() if kind == START}
     for index in ended_ops(pair.writer.events.take()):
-        pair.writer.op_results([index])
+        pair.writer.sends.op_results([index])
         del open_ops[index]
     seen = {each.number: each for each in read(pair.writer)}
     taken = [number for number, _, _ in begun if number not in {open_ops[index] for index in unbegun}]
@@ -126,7 +126,7 @@ def test_a_loop_without_a_journal_records_nothing() -> None:
     pair = Pair()
     send = pair.send(pair.receive(1), [6], serial=1)
     pair.start(send, [2], verb=SEND_LAYER)
-    pair.writer.finish_send(send, 1, b"", FINISHED)
+    pair.writer.sends.finish(send, 1, b"", FINISHED)
     pair.run()
     assert pair.writer.operations.read() == []
     assert not any(sum(each.counts) for each in pair.writer.operations.phases().values())

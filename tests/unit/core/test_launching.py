@@ -56,7 +56,7 @@ class GpuPair(Pair):
         self, flow: int, pages: Sequence[int], *, start: int = 0, layers: Sequence[int] | None = None, gate: Gate
     ) -> int:
         positions = np.array(range(self.layers) if layers is None else layers, dtype=np.int64)
-        index = self.writer.start_op(flow, positions, np.array(pages, dtype=np.int64), start, gate)
+        index = self.writer.sends.start_op(flow, positions, np.array(pages, dtype=np.int64), start, gate)
         assert index is not None
         return index
 
@@ -92,12 +92,12 @@ def test_a_request() -> None:
     flow = pair.receive(3)
     send = pair.send(flow, [6, 1, 4])
     op = pair.start(send, [2, 7, 0])
-    pair.writer.finish_send(send, 3, b"first token")
+    pair.writer.sends.finish(send, 3, b"first token")
     told, heard = pair.run()
     assert (told, heard) == ([], [])  # nothing is announced before the kernel has written its word
     assert pair.gpu.log == ["upload", "launch"]
     assert pair.finish() == ([OP_DONE, SENT], [RECEIVED])
-    assert pair.writer.op_results([op]) == ([3 * 3 * PAGE], 9)
+    assert pair.writer.sends.op_results([op]) == ([3 * 3 * PAGE], 9)
     expected = np.full_like(pair.dst, 0xAB)
     expected[:, [6, 1, 4]] = pair.src[:, [2, 7, 0]]
     assert (pair.dst == expected).all()
@@ -129,7 +129,7 @@ def test_chunks_in_any_order(seed: int) -> None:
         pair.reader.runner.step()
     if waits:
         pair.grant(flow, [3, 5, 0, 7])
-    pair.writer.finish_send(send, 4, b"")
+    pair.writer.sends.finish(send, 4, b"")
     told: list[int] = []
     heard: list[int] = []
     shut = [gate for gate in gates if gate.event]
@@ -199,10 +199,10 @@ def test_one_shut_gate_of_a_stream_is_asked_for_once_a_step() -> None:
     for _ in range(20):
         pair.begin(send, [2], gate=pair.gpu.gate(0x40))
     pair.writer.runner.step()
-    before, gated = pair.gpu.log.count("query"), pair.writer.gated(send)
+    before, gated = pair.gpu.log.count("query"), pair.writer.sends.gated(send)
     pair.writer.runner.step()
     assert pair.gpu.log.count("query") == before + 1
-    assert pair.writer.gated(send) == gated + 20
+    assert pair.writer.sends.gated(send) == gated + 20
 
 
 @pytest.mark.parametrize("at", ["query", "upload"])
@@ -229,10 +229,10 @@ def test_what_is_taken_back_lands_later() -> None:
     pair.run()
     with pair.writer.runner.standing_still():
         pair.writer.settle()
-        posted = pair.writer.flying(op)
+        posted = pair.writer.sends.flying(op)
         assert posted > 0
-        assert pair.writer.flying(shut) == 0
-        assert pair.writer.take_back_send(send, [op, shut]) is False
+        assert pair.writer.sends.flying(shut) == 0
+        assert pair.writer.sends.take_back(send, [op, shut]) is False
     device = pair.gpu.device
     assert not device.landed(posted)
     # The flow is used again at once, for other pages. Its page ids must not reach the kernel that is under way.
@@ -267,8 +267,8 @@ def test_what_was_enqueued_before_the_driver_refused_the_rest_lands_later(monkey
     assert kinds(pair.run()[0]) == [BROKEN]
     with pair.writer.runner.standing_still():
         pair.writer.settle()
-        posted = pair.writer.flying(op)
-        pair.writer.take_back_send(send, [op])
+        posted = pair.writer.sends.flying(op)
+        pair.writer.sends.take_back(send, [op])
     assert (pair.dst == 0xAB).all()
     assert posted > 0
     assert not pair.gpu.device.landed(posted)
@@ -292,7 +292,7 @@ def test_readers_expect_a_seal_once_kernels_are_all_that_is_left() -> None:
         expected.append(seals_expected(pair.reader.world))
 
     look()  # not finished
-    pair.writer.finish_send(send, 2, b"")
+    pair.writer.sends.finish(send, 2, b"")
     look()  # an op waits for its gate
     pair.gpu.events[gate.event] = 0
     look()
@@ -304,11 +304,11 @@ def test_readers_expect_a_seal_once_kernels_are_all_that_is_left() -> None:
     # One that is taken back comes no more.
     again = pair.send(pair.receive(2, generation=2), [6, 1], generation=2)
     late = pair.start(again, [2, 7])
-    pair.writer.finish_send(again, 2, b"")
+    pair.writer.sends.finish(again, 2, b"")
     look()
     with pair.writer.runner.standing_still():
         pair.writer.settle()
-        pair.writer.take_back_send(again, [late])
+        pair.writer.sends.take_back(again, [late])
     look()
     assert expected[-2:] == [1, 0]
 

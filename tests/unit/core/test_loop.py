@@ -48,11 +48,11 @@ def test_a_request(aux: bytes, limits: dict[str, int]) -> None:
     flow = pair.receive(3)
     send = pair.send(flow, [6, 1, 4])
     op = pair.start(send, [2, 7, 0])
-    pair.writer.finish_send(send, 3, aux)
+    pair.writer.sends.finish(send, 3, aux)
     told, heard = pair.run()
     assert kinds(told) == [OP_DONE, SENT]
     assert kinds(heard) == [RECEIVED]
-    assert pair.writer.op_results([op]) == ([3 * 3 * PAGE], 9)
+    assert pair.writer.sends.op_results([op]) == ([3 * 3 * PAGE], 9)
     state = pair.reader.receives.state(flow)
     assert state.nbytes == 3 * 3 * PAGE
     assert [writer.aux for writer in state.writers] == [aux]
@@ -78,7 +78,7 @@ def test_chunks_in_any_order(seed: int) -> None:
             pair.writer.runner.step()
         if dice.random() < 0.5:
             pair.reader.runner.step()
-    pair.writer.finish_send(send, 4, b"")
+    pair.writer.sends.finish(send, 4, b"")
     told, heard = pair.run()
     assert sorted(kinds(told)) == sorted([OP_DONE] * len(chunks) + [SENT])
     # Chunks in disorder may leave more holes at a time than the loop keeps: then Python takes over, and loses nothing.
@@ -109,7 +109,7 @@ def test_a_layer_larger_than_a_group() -> None:
     count = pair.src.shape[1]
     send = pair.send(pair.receive(count), range(count))
     pair.start(send, range(count))
-    pair.writer.finish_send(send, count, b"")
+    pair.writer.sends.finish(send, count, b"")
     told, heard = pair.run()
     assert kinds(told) == [OP_DONE, SENT]
     assert kinds(heard) == [RECEIVED]
@@ -139,7 +139,7 @@ def test_two_writers() -> None:
     flow = pair.receive(1, writers=(0, 2))
     send = pair.send(flow, [0])
     pair.start(send, [1])
-    pair.writer.finish_send(send, 1, b"")
+    pair.writer.sends.finish(send, 1, b"")
     told, heard = pair.run()
     assert kinds(told) == [OP_DONE]
     assert heard == []
@@ -150,7 +150,7 @@ def test_who_may_not_decide_asks() -> None:
     flow = pair.receive(2, leader=NOBODY)
     send = pair.send(flow, [0, 1])
     pair.start(send, [2, 3])
-    pair.writer.finish_send(send, 2, b"")
+    pair.writer.sends.finish(send, 2, b"")
     told, heard = pair.run()
     assert kinds(told) == [OP_DONE]
     assert kinds(heard) == [ALL_HERE]
@@ -234,7 +234,7 @@ def test_a_send_is_taken_back() -> None:
     with pair.writer.runner.standing_still():
         pair.writer.settle()
         assert pair.writer.events.take() == []
-        assert pair.writer.take_back_send(send, ops[1:]) is False
+        assert pair.writer.sends.take_back(send, ops[1:]) is False
     before = pair.dst.copy()
     assert pair.run()[0] == []
     assert (pair.dst == before).all()
@@ -249,7 +249,7 @@ def test_a_full_mailbox_loses_nothing() -> None:
     send = pair.send(flow, range(8))
     for page in range(8):
         pair.start(send, [page], start=page)
-    pair.writer.finish_send(send, 8, b"")
+    pair.writer.sends.finish(send, 8, b"")
     for _ in range(100):
         pair.writer.runner.step()
     assert kinds(pair.writer.events.take()) == [OP_DONE] * 2
@@ -306,7 +306,7 @@ def test_the_ends_of_ops_are_quiet_unless_somebody_listens() -> None:
     assert news.count == 1
     pair.writer.world[listeners] = 0  # type: ignore[literal-required]
     pair.start(send, [2, 7, 0])
-    pair.writer.finish_send(send, 3, b"")
+    pair.writer.sends.finish(send, 3, b"")
     assert kinds(pair.run()[0]) == [OP_DONE, SENT]
     assert news.count == 2
 
@@ -340,7 +340,7 @@ def test_pages_outside_the_grant_are_never_sent() -> None:
     flow = pair.receive(2)
     send = pair.send(flow, [6, 1])
     inside, outside = pair.start(send, [2, 7]), pair.start(send, [0], start=2)
-    pair.writer.finish_send(send, 2, b"")
+    pair.writer.sends.finish(send, 2, b"")
     told, heard = pair.run()
     assert [(notice.kind, notice.index) for notice in told] == [(OP_DONE, inside), (OUTSIDE, outside)]
     assert heard == []

@@ -39,13 +39,13 @@ def test_requests(seed: int) -> None:
             apart.start(send, [src[page]], start=page, layers=range(layer, layer + 1))
             if dice.random() < 0.5:
                 apart.step()
-        apart.writer.finish_send(send, 4, b"aux" * life)
+        apart.writer.sends.finish(send, 4, b"aux" * life)
         told, heard = apart.run()
         assert kinds(told)[-1] == SENT
         assert kinds(heard)[-1] == RECEIVED
         assert apart.reader.receives.state(flow).writers[0].aux == b"aux" * life
-        apart.writer.op_results(ended_ops(told))
-        apart.writer.end_send(send)
+        apart.writer.sends.op_results(ended_ops(told))
+        apart.writer.sends.end(send)
         apart.reader.receives.close(flow)
         apart.reader.receives.free(flow)
         expected[:, dst] = apart.src[:, src]
@@ -61,7 +61,7 @@ def test_what_is_adjacent_is_put_as_one() -> None:
     op = apart.start(send, [0, 1, 2, 7, 8, 10])
     told, _ = apart.run()
     assert kinds(told) == [OP_DONE]
-    assert apart.writer.op_results([op]) == ([LAYERS * 6 * PAGE], LAYERS * 4)
+    assert apart.writer.sends.op_results([op]) == ([LAYERS * 6 * PAGE], LAYERS * 4)
     assert apart.network.puts == LAYERS * 4
 
 
@@ -162,7 +162,7 @@ def test_the_reader_hears_the_writer_while_its_own_lane_is_broken() -> None:
     apart.reader.peers.cut(0, lane)
     apart.network.lose(apart.channels[1])
     assert apart.reader.peers.connect_network(2, apart.channels[1], (5, 6)) is not None
-    apart.writer.finish_send(send, 2, b"aux")
+    apart.writer.sends.finish(send, 2, b"aux")
     _, heard = apart.run()
     assert kinds(heard) == [CUT, RECEIVED]
     assert torch.equal(apart.dst[:, :2], apart.src[:, :2])
@@ -177,7 +177,7 @@ def test_successes_that_may_not_have_been_told(failed: bool) -> None:
     """Those of the last messages, when the connection has broken, until it is another one's."""
     apart = Apart()
     send, _, _ = apart.begin()
-    apart.writer.finish_send(send, 2, b"")
+    apart.writer.sends.finish(send, 2, b"")
     told, _ = apart.run()
     assert kinds(told)[-1] == SENT
     lane = apart.reader.peers.lane(0)
@@ -195,7 +195,7 @@ def test_puts_of_an_op_that_is_taken_back_arrive_all_the_same() -> None:
     send, op, posted = apart.begin()
     with apart.writer.runner.standing_still():
         apart.writer.settle()
-        apart.writer.take_back_send(send, [op])
+        apart.writer.sends.take_back(send, [op])
     assert int(apart.writer.world["network"]) == 0
     while not apart.writer.peers.has_arrived(1, apart.lane, posted):
         apart.step()
@@ -235,7 +235,7 @@ def test_messages_that_are_no_records(lie: str) -> None:
 def finish(apart: Apart, flow: int) -> None:
     send = apart.send(flow, [0, 1])
     apart.start(send, [0, 1])
-    apart.writer.finish_send(send, 2, b"")
+    apart.writer.sends.finish(send, 2, b"")
     _, heard = apart.run()
     assert kinds(heard) == [RECEIVED]
 
@@ -270,7 +270,7 @@ def test_records_that_find_no_room_stay_due() -> None:
     for generation, flow in enumerate(flows, start=1):
         send = apart.send(flow, [0], generation)
         apart.start(send, [0])
-        apart.writer.finish_send(send, 1, b"")
+        apart.writer.sends.finish(send, 1, b"")
     _, heard = apart.run()
     assert len(heard) < 100
     apart.network.holding = False
@@ -283,7 +283,7 @@ def gated(gpu: LoopGpu) -> tuple[Apart, int, FakeEvent]:
     apart, event = Apart(gpu=gpu), FakeEvent(gpu)
     send = apart.send(apart.receive(1), [3])
     apart.start(send, [5], gate=event.gate)
-    apart.writer.finish_send(send, 1, b"")
+    apart.writer.sends.finish(send, 1, b"")
     return apart, send, event
 
 
@@ -291,7 +291,7 @@ def test_pages_of_a_gpu_are_put_once_their_event_has_happened() -> None:
     apart, send, event = gated(LoopGpu())
     assert apart.run(50) == ([], [])
     assert apart.network.puts == 0
-    assert apart.writer.gated(send) > 0, "who waits for the event is known to be alive"
+    assert apart.writer.sends.gated(send) > 0, "who waits for the event is known to be alive"
     apart.src[:, 5] = 0x77  # what the model writes last
     event.happen()
     told, heard = apart.run()
@@ -318,8 +318,8 @@ def test_a_send_is_taken_back_while_it_waits_for_an_event() -> None:
     apart.run(5)
     with apart.writer.runner.standing_still():
         apart.writer.settle()
-        assert apart.writer.put(0) == 0, "nothing of it is under way"
-        assert apart.writer.take_back_send(send, [0]) is False
+        assert apart.writer.sends.put(0) == 0, "nothing of it is under way"
+        assert apart.writer.sends.take_back(send, [0]) is False
     event.happen()
     assert apart.run(20) == ([], [])
     assert (apart.dst == 0xAB).all()

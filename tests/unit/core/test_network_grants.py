@@ -54,14 +54,14 @@ def test_a_request_that_waits(granted_first: bool, part: int) -> None:
         apart.grant(flow, [6, 1, 4])
         assert kinds(apart.run()[0]) == [BOUND]
     apart.start(send, [2, 7, 0])
-    apart.writer.finish_send(send, 3, b"aux")
+    apart.writer.sends.finish(send, 3, b"aux")
     if not granted_first:
         assert apart.run(20) == ([], [])
         apart.grant(flow, [6, 1, 4])
     told, heard = apart.run()
     assert kinds(told) == ([OP_DONE, SENT] if granted_first else [BOUND, OP_DONE, SENT])
     assert kinds(heard) == [RECEIVED]
-    peer_flow, generation, prefix, pages, _ = apart.writer.bound(send)
+    peer_flow, generation, prefix, pages, _ = apart.writer.sends.bound(send)
     assert (peer_flow, generation, prefix, pages.tolist()) == (flow, 1, 0, [6, 1, 4])
     expected = torch.full_like(apart.dst, 0xAB)
     expected[:, [6, 1, 4]] = apart.src[:, [2, 7, 0]]
@@ -75,7 +75,7 @@ def test_grants_of_many_pages(count: int) -> None:
     flow, send = apart.receive(count), apart.wait("x" * 1024)
     apart.grant(flow, ids, "x" * 1024)
     assert kinds(apart.run(40)[0]) == [BOUND]
-    assert apart.writer.bound(send)[3].tolist() == ids
+    assert apart.writer.sends.bound(send)[3].tolist() == ids
 
 
 def test_a_grant_that_nobody_waits_for_is_left_to_python() -> None:
@@ -212,7 +212,7 @@ def test_the_same_grant_in_a_message() -> None:
     assert not told_in_a_message(apart, flow, 1)
     assert told_in_a_message(apart, flow, 2)  # of the next request on this flow
     assert told_in_a_message(apart, flow + 1, 1)
-    assert apart.writer.bound(send)[:2] == (flow, 1)
+    assert apart.writer.sends.bound(send)[:2] == (flow, 1)
 
 
 @pytest.mark.parametrize("parts_before", [0, 1, 2])
@@ -397,7 +397,7 @@ def first_verb(apart: Apart, pages: list[int], name: str = "name") -> tuple[int,
     positions, given = np.arange(LAYERS, dtype=np.int64), np.array(pages, dtype=np.int64)
     how = (given, given.copy(), PAGES, 0, NO_GATE, 0)
     grant = {"hashes": name_hashes(name), "writers": 1, "prefixed": True}
-    return apart.writer.meet(apart.way(), positions, *how, **grant, serial=0, begun=0)
+    return apart.writer.sends.meet(apart.way(), positions, *how, **grant, serial=0, begun=0)
 
 
 @pytest.mark.parametrize("part", [400, MESSAGE_NBYTES - RECORD_NBYTES])
@@ -414,11 +414,11 @@ def test_a_first_verb_meets_a_grant_that_came_through_the_network(part: int) -> 
     send, _ = begun
     assert not told_in_a_message(apart, flow, 1)
     assert first_verb(apart, [2, 7, 0]) is None, "it is bound"
-    apart.writer.finish_send(send, 3, b"")
+    apart.writer.sends.finish(send, 3, b"")
     told, heard = apart.run()
     assert kinds(told) == [GRANTED, NEWS, OP_DONE, SENT]
     assert kinds(heard) == [RECEIVED]
-    assert apart.writer.bound(send)[:2] == (flow, 1)
+    assert apart.writer.sends.bound(send)[:2] == (flow, 1)
     expected = torch.full_like(apart.dst, 0xAB)
     expected[:, [6, 1, 4]] = apart.src[:, [2, 7, 0]]
     assert torch.equal(apart.dst, expected)

@@ -56,12 +56,12 @@ def test_requests(seed: int, gpu: bool) -> None:
                 apart.start(send, [src[page]], start=page, layers=range(layer, layer + 1))
                 if dice.random() < 0.5:
                     apart.step()
-        apart.writer.finish_send(send, 4, b"aux" * life)
+        apart.writer.sends.finish(send, 4, b"aux" * life)
         told, heard = apart.run(800)
         assert kinds(told)[-1] == SENT
         assert kinds(heard)[-1] == RECEIVED
-        apart.writer.op_results(ended_ops(told))
-        apart.writer.end_send(send)
+        apart.writer.sends.op_results(ended_ops(told))
+        apart.writer.sends.end(send)
         apart.reader.receives.close(flow)
         apart.reader.receives.free(flow)
         expected[:, dst] = apart.expected(src)
@@ -170,7 +170,7 @@ def test_pieces_of_a_request_that_is_taken_back_are_not_unpacked(gpu: bool) -> N
     apart.writer.runner.step()
     with apart.writer.runner.standing_still():
         posted, position = apart.writer.peers.staged(1)
-        apart.writer.take_back_send(send, [op])
+        apart.writer.sends.take_back(send, [op])
     assert posted > 0
     assert position > 0
     assert not apart.writer.peers.has_come_back(1, apart.lane, position)
@@ -243,7 +243,7 @@ def test_a_loop_does_not_wait_for_a_connection_that_has_failed(side: int) -> Non
     if side == 0:
         with core.runner.standing_still():
             core.settle()
-            core.take_back_send(send, [op])
+            core.sends.take_back(send, [op])
         core.runner.step()
     else:
         assert core.world["peers"][0]["taken"] > 0
@@ -320,11 +320,11 @@ def test_a_send_that_stages_all_promises_that_first() -> None:
         send = apart.send(flow, [2, 3], generation)
         ids = np.array([6, 7], dtype=np.int64)
         positions = np.array(range(LAYERS), dtype=np.int64)
-        assert apart.writer.start_op(send, positions, ids, 0, staged=staged) is not None
+        assert apart.writer.sends.start_op(send, positions, ids, 0, staged=staged) is not None
         apart.run()
         assert torch.equal(apart.dst[:, [2, 3]], apart.expected([6, 7]))
         assert apart.reader.receives.state(flow).writers[0].ring_only == (staged == 2)
-        assert apart.writer.promised(send) == (staged == 2)
+        assert apart.writer.sends.promised(send) == (staged == 2)
 
 
 # ---------------------------------------------------------------- kernels
@@ -347,7 +347,7 @@ def unpacking_of(*, aux: bytes | None = b"") -> tuple[StagedApart, int, list[Not
     send = apart.stage(flow, [0, 1])
     apart.start(send, [7, 3])
     if aux is not None:
-        apart.writer.finish_send(send, 2, aux)
+        apart.writer.sends.finish(send, 2, aux)
     return apart, flow, *apart.run()
 
 
@@ -420,7 +420,7 @@ def test_a_reader_whose_kernels_are_late_hears_no_more_than_it_can_keep() -> Non
         apart.message(apart.record(head=WRITTEN | 1 << 32, flows=flow, generation=1))
     apart.run(2 * UNPACKINGS)
     apart.start(send, [5], layers=range(1, LAYERS))
-    apart.writer.finish_send(send, 1, b"")
+    apart.writer.sends.finish(send, 1, b"")
     apart.run()
     assert int(apart.reader.world["unpack_tail"] - apart.reader.world["unpack_head"]) == UNPACKINGS
     apart.held.clear()
@@ -462,7 +462,7 @@ def test_what_is_packed_for_a_request_that_is_taken_back_is_not_put() -> None:
     apart.run(5)
     with apart.writer.runner.standing_still():
         piece, position = apart.writer.peers.staged(1)
-        apart.writer.take_back_send(send, [op])
+        apart.writer.sends.take_back(send, [op])
     apart.run(5)
     assert not apart.writer.peers.has_piece(1, apart.lane, piece)
     apart.held.clear()

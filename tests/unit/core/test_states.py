@@ -67,13 +67,13 @@ class Hybrid:
         self.reader.receives.grant(flow, b"name", name_hashes("name"), ids, prefix_tokens=0, writers=1, slot=slot)
 
     def wait(self) -> int:
-        flow = self.writer.wait_for_grant(self.way, hashes=name_hashes("name"), writers=1)
+        flow = self.writer.sends.wait_for_grant(self.way, hashes=name_hashes("name"), writers=1)
         assert flow is not None
         return flow
 
     def start_states(self, flow: int, slot: int, positions: range = STATE_POSITIONS) -> int:
         where = np.array(positions, dtype=np.int64)
-        index = self.writer.start_op(flow, where, np.array([slot], dtype=np.int64), 0, of_state=True)
+        index = self.writer.sends.start_op(flow, where, np.array([slot], dtype=np.int64), 0, of_state=True)
         assert index is not None
         return index
 
@@ -108,16 +108,16 @@ def test_pages_and_states_of_a_request_that_waits(granted_first: bool) -> None:
         world.grant(flow, [6, 1, 4], 3)
         assert kinds(world.pair.run()[0]) == [BOUND]
     ops = [world.start_states(send, 2), world.pair.start(send, [2, 7, 0])]
-    world.writer.finish_send(send, 3, b"aux")
+    world.writer.sends.finish(send, 3, b"aux")
     if not granted_first:
         assert world.pair.run() == ([], [])
         world.grant(flow, [6, 1, 4], 3)
     told, heard = world.pair.run()
     assert kinds(told) == ([] if granted_first else [BOUND]) + [OP_DONE, OP_DONE, SENT]
     assert kinds(heard) == [RECEIVED]
-    assert world.writer.op_results(ops) == ([STATES * SLOT, LAYERS * 3 * PAGE], STATES + LAYERS * 3)
-    assert world.writer.bound(send)[3].tolist() == [6, 1, 4]
-    assert world.writer.bound(send)[4] == 3
+    assert world.writer.sends.op_results(ops) == ([STATES * SLOT, LAYERS * 3 * PAGE], STATES + LAYERS * 3)
+    assert world.writer.sends.bound(send)[3].tolist() == [6, 1, 4]
+    assert world.writer.sends.bound(send)[4] == 3
     world.check(([2, 7, 0], [6, 1, 4]), (2, 3))
 
 
@@ -131,10 +131,10 @@ def test_states_alone(waits: bool) -> None:
         send: int | None = world.wait()
         world.grant(flow, [], 1)
     else:
-        send = world.writer.open_send(world.way, peer_flow=flow, generation=1, pages=none, slot=1)
+        send = world.writer.sends.open(world.way, peer_flow=flow, generation=1, pages=none, slot=1)
     assert send is not None
     world.start_states(send, 0)
-    world.writer.finish_send(send, 0, b"")
+    world.writer.sends.finish(send, 0, b"")
     told, heard = world.pair.run()
     assert kinds(told)[-2:] == [OP_DONE, SENT]
     assert kinds(heard) == [RECEIVED]
@@ -143,7 +143,7 @@ def test_states_alone(waits: bool) -> None:
 
 def test_a_page_outside_a_grant_of_state_alone() -> None:
     world = hybrid()
-    send = world.writer.open_send(
+    send = world.writer.sends.open(
         world.way, peer_flow=world.receive(0), generation=1, pages=np.zeros(0, dtype=np.int64), slot=1
     )
     assert send is not None
@@ -227,6 +227,6 @@ def test_a_slot_that_is_not_needed_is_no_hindrance() -> None:
     world.grant(flow, [1, 4], 2)
     assert kinds(world.pair.run()[0]) == [BOUND]
     world.pair.start(send, [0, 3])
-    world.writer.finish_send(send, 2, b"")
+    world.writer.sends.finish(send, 2, b"")
     assert kinds(world.pair.run()[1]) == [RECEIVED]
     world.check(([0, 3], [1, 4]), None)

@@ -14,7 +14,7 @@ import torch
 from tests.helpers.references.memory import page_bytes
 from tests.helpers.refusals import outcome
 from tests.helpers.simulation.acquainted import PAGE_SIZE, PAGES, READERS, run_to_success, two_readers
-from torchkv.core.core import Core
+from torchkv.core.sends import Sends
 from torchkv.engine.resident.plain_sends import PlainSends
 from torchkv.engine.work import KVWork
 from torchkv.protocol.actions import SettleCopied
@@ -119,16 +119,16 @@ def test_pages_that_change_meanwhile_are_sent_as_they_were_compared(
 ) -> None:
     """Another thread may write to them, between the op to one receiver and that to the next."""
     request, pages = Request(), np.array(SENT)
-    start_again = Core.start_again
+    start_again = Sends.start_again
 
-    def overwritten(self: Core, *args: Any) -> int | None:
+    def overwritten(self: Sends, *args: Any) -> int | None:
         index = start_again(self, *args)
         pages[:] = PAGES + 1
         return index
 
     for layer in range(LAYERS - 1):
         request.send(layer, pages)
-    monkeypatch.setattr(Core, "start_again", overwritten)
+    monkeypatch.setattr(Sends, "start_again", overwritten)
     request.send(LAYERS - 1, pages)
     request.finish()
     assert short == [(1,), (2,), (3,)]
@@ -206,7 +206,7 @@ def test_without_room_for_all_nothing_begins(short: list[tuple[int, ...]]) -> No
     for layer in range(2):
         request.send(layer, np.array(SENT))
     short.clear()
-    free = request.writer.engine.flows.core._free_ops
+    free = request.writer.engine.flows.core.sends._free_ops
     free[:], kept = free[:1], free[1:]
     request.send(2, np.array(SENT))
     assert not short
@@ -226,9 +226,9 @@ def test_if_one_of_them_has_failed_nothing_begins(failed: int, short: list[tuple
     assert request.cluster.run(cancel.is_completed, limit=5)
     known = request.writer.engine.sender.requests.by_key
     assert request.cluster.run(lambda: known["r", failed].error is not None, limit=5)
-    free = len(request.writer.engine.flows.core._free_ops)
+    free = len(request.writer.engine.flows.core.sends._free_ops)
     assert outcome(lambda: request.send(2, np.array(SENT))).startswith("TransferCancelled")
-    assert len(request.writer.engine.flows.core._free_ops) == free
+    assert len(request.writer.engine.flows.core.sends._free_ops) == free
     assert not short
 
 

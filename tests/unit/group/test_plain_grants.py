@@ -168,7 +168,7 @@ def test_a_cancel_behind_it_is_told_to_the_receiver(bound: list[str]) -> None:
     assert cluster.run(lambda: cancelled.is_completed() and received.is_completed(), limit=5)
     assert isinstance(received.exception(), TransferCancelled)
     core = writer.engine.flows.core
-    assert len(core._free_sends) == len(core._kept_sends)
+    assert len(core.sends._free) == len(core.sends._kept)
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -176,7 +176,7 @@ def test_without_room_on_the_loop_the_general_way_tells(full: bool, bound: list[
     cluster = pair()
     writer, received = cluster[WRITER], receive(cluster)
     step(cluster)
-    free = writer.engine.flows.core._free_sends
+    free = writer.engine.flows.core.sends._free
     if full:
         kept = free[:]
         free.clear()

@@ -192,9 +192,9 @@ def test_what_is_refused_begins_nowhere(
 ) -> None:
     one = Run()
     core = one.writer.engine.flows.core
-    free = len(core._free_ops)
+    free = len(core.sends._free_ops)
     said = outcome(lambda: call(one.writer, one.source))
-    assert len(core._free_ops) == free
+    assert len(core.sends._free_ops) == free
     leave_the_straight_way(monkeypatch)
     assert outcome(lambda: call(one.writer, one.source)) == said != "accepted"
 

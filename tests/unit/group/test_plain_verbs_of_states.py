@@ -175,14 +175,14 @@ def test_slots_that_are_refused_begin_nothing(slot: Any, groups: bool, monkeypat
             patch.undo()
             core = run.writer.engine.flows.core
             marks = [run.reader.engine.receiver.leases.marks(pool).copy() for pool in range(2)]
-            free = len(core._free_ops)
+            free = len(core.sends._free_ops)
             calls = [
                 lambda run=run: run.writer.send_state("r", 0, slot, "d"),
                 lambda run=run: run.writer.finish("r", "d", state_slot=slot),
                 lambda run=run: run.reader.recv_pages("s", run.pages([4]), "p", state_slot=slot),
             ]
             said.append([outcome(call) for call in calls])
-            assert len(core._free_ops) == free
+            assert len(core.sends._free_ops) == free
             for pool, before in enumerate(marks):
                 assert (run.reader.engine.receiver.leases.marks(pool) == before).all()
             run.finish(slot=True)

@@ -181,19 +181,19 @@ def test_what_is_refused_begins_nowhere(
 ) -> None:
     writer = granted(two_readers(), begun=begun)
     core = writer.engine.flows.core
-    free = len(core._free_ops), len(core._free_sends)
+    free = len(core.sends._free_ops), len(core.sends._free)
     said = outcome(lambda: call(writer))
-    assert (len(core._free_ops), len(core._free_sends)) == free
+    assert (len(core.sends._free_ops), len(core.sends._free)) == free
     leave_the_straight_way(monkeypatch)
     assert outcome(lambda: call(writer)) == said != "accepted"
 
 
-@pytest.mark.parametrize(("begun", "of"), [(True, "_free_ops"), (False, "_free_ops"), (False, "_free_sends")])
+@pytest.mark.parametrize(("begun", "of"), [(True, "_free_ops"), (False, "_free_ops"), (False, "_free")])
 def test_without_room_for_all_the_general_way_serves_all(begun: bool, of: str) -> None:
     cluster = two_readers()
     poison(cluster)
     writer = granted(cluster, begun=begun)
-    free = getattr(writer.engine.flows.core, of)
+    free = getattr(writer.engine.flows.core.sends, of)
     free[:], kept = free[:1], free[1:]
     layers = range(int(begun), LAYERS)
     works = [writer.send_slice("r", layers[0], SENT, "d")]
@@ -222,9 +222,9 @@ def test_a_receiver_that_has_failed_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     cancel = cluster[2].cancel("r")
     assert cluster.run(cancel.is_completed, limit=5)
     assert cluster.run(lambda: writer.engine.sender.requests.by_key["r", 2].error is not None, limit=5)
-    free = len(writer.engine.flows.core._free_ops)
+    free = len(writer.engine.flows.core.sends._free_ops)
     said = outcome(lambda: writer.send_slice("r", 1, SENT, "d"))
     assert said.startswith("TransferCancelled")
-    assert len(writer.engine.flows.core._free_ops) == free
+    assert len(writer.engine.flows.core.sends._free_ops) == free
     leave_the_straight_way(monkeypatch)
     assert outcome(lambda: writer.send_slice("r", 1, SENT, "d")) == said

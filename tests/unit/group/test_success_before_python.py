@@ -191,7 +191,7 @@ def test_a_request_that_python_has_taken_back_has_not_succeeded() -> None:
     finished = [writer.send_pages("other", SENT, READER), writer.finish("other", READER)][1]
     run_loops(cluster)
     assert writer.engine.sender.requests.by_key[("other", READER)].flow == flow
-    assert flows.core.has_sent(flow)
+    assert flows.core.sends.has_sent(flow)
     assert not flows.has_sent(req)
     assert finished.is_completed()
     assert other.is_completed()
@@ -205,8 +205,8 @@ def test_a_flow_that_is_given_to_another_request_meanwhile(monkeypatch: pytest.M
         flows = cluster[rank].engine.flows
         assert flows is not None
         assert req is not None
-        core, name = (flows.core, "has_sent") if rank == WRITER else (flows.core.receives, "has_received")
-        monkeypatch.setattr(core, name, lambda flow, req=req: setattr(req, "flow", None) or True)
+        owner, name = (flows.core.sends, "has_sent") if rank == WRITER else (flows.core.receives, "has_received")
+        monkeypatch.setattr(owner, name, lambda flow, req=req: setattr(req, "flow", None) or True)
         monkeypatch.setattr(flows.notices, "catch_up", lambda now, **how: None)
         assert not work.is_completed()
 
@@ -221,13 +221,13 @@ def test_one_of_two_receivers_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> 
     finished = writer.finish("r", "d")
     run_loops(cluster)
     assert writer.engine.flows is not None
-    core = writer.engine.flows.core
+    sends = writer.engine.flows.core.sends
     first = finished._sends[0].flow
     with monkeypatch.context() as patch:
-        patch.setattr(core, "has_sent", lambda flow: flow == first)
+        patch.setattr(sends, "has_sent", lambda flow: flow == first)
         patch.setattr(writer.engine.flows.notices, "catch_up", lambda now, **how: None)
         assert not finished.is_completed()
-        patch.setattr(core, "has_sent", lambda flow: True)
+        patch.setattr(sends, "has_sent", lambda flow: True)
         writer.engine._seen_news = -1  # as if there were news
         assert finished.is_completed()
     assert cluster.run(lambda: finished._is_done, limit=5)

@@ -69,7 +69,7 @@ class Pair:
         return flow
 
     def way(self, max_page: int | None = None, max_slot: int = 0) -> Way:
-        return self.writer.way(
+        return self.writer.sends.way(
             1,
             geometry=self.geometry,
             kernels=self.kernels,
@@ -81,7 +81,7 @@ class Pair:
 
     def send(self, peer_flow: int, pages: Sequence[int], *, generation: int = 1, serial: int = 0) -> int:
         ids = np.array(pages, dtype=np.int64)
-        flow = self.writer.open_send(self.way(), peer_flow=peer_flow, generation=generation, pages=ids, serial=serial)
+        flow = self.writer.sends.open(self.way(), peer_flow=peer_flow, generation=generation, pages=ids, serial=serial)
         assert flow is not None
         return flow
 
@@ -100,7 +100,7 @@ class Pair:
 
     def wait(self, *, name: str = "name", writers: int = 1, max_page: int | None = None) -> int:
         """A send that waits for its grant."""
-        flow = self.writer.wait_for_grant(self.way(max_page), hashes=name_hashes(name), writers=writers)
+        flow = self.writer.sends.wait_for_grant(self.way(max_page), hashes=name_hashes(name), writers=writers)
         assert flow is not None
         return flow
 
@@ -108,7 +108,7 @@ class Pair:
         self, flow: int, pages: Sequence[int], *, start: int = 0, layers: Sequence[int] | None = None, verb: int = 0
     ) -> int:
         positions = np.array(range(self.layers) if layers is None else layers, dtype=np.int64)
-        index = self.writer.start_op(flow, positions, np.array(pages, dtype=np.int64), start, verb=verb)
+        index = self.writer.sends.start_op(flow, positions, np.array(pages, dtype=np.int64), start, verb=verb)
         assert index is not None
         return index
 

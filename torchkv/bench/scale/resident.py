@@ -67,16 +67,16 @@ def _begin(pair: Pair, generation: int) -> int:
     name = f"request {generation}"
     sent = pair.wait(name=name)
     pair.start(sent, [0])
-    pair.writer.finish_send(sent, 1, b"")
+    pair.writer.sends.finish(sent, 1, b"")
     pair.grant(flow, [0], name=name)
     return flow
 
 
 def _end(pair: Pair, flow: int) -> None:
     ended = {notice.kind: notice.index for core in (pair.writer, pair.reader) for notice in core.events.take()}
-    pair.writer.op_results([ended.get(OP_DONE, -1)])
+    pair.writer.sends.op_results([ended.get(OP_DONE, -1)])
     if ended.get(RECEIVED) != flow or SENT not in ended or (pair.dst != pair.src).any():
         raise KVError(f"a request of the resident loop has not arrived: {ended}")
-    pair.writer.end_send(ended[SENT])
+    pair.writer.sends.end(ended[SENT])
     pair.reader.receives.close(flow)
     pair.reader.receives.free(flow)

@@ -17,7 +17,7 @@ __all__ = ["as_bits", "as_ranks", "grant_bound_on"]
 
 def grant_bound_on(core: Core, flow: int, request: str, dst: int, plan: PairPlan) -> BoundGrant:
     """The grant that a send is bound to which had begun without Python's knowing it. request, dst: of the send."""
-    peer_flow, generation, prefix_tokens, pages, state_slot = core.bound(flow)
+    peer_flow, generation, prefix_tokens, pages, state_slot = core.sends.bound(flow)
     return BoundGrant(
         dst=dst,
         generation=generation,

@@ -138,7 +138,7 @@ class Flows:
         route = self.routes.to(req.dst, plan)
         if route is None or not self.core.peers.hears(req.dst):  # then the grant comes in a message
             return
-        flow = self.core.wait_for_grant(
+        flow = self.core.sends.wait_for_grant(
             route.way,
             hashes=name_hashes(req.request),
             writers=as_bits(writers),
@@ -191,7 +191,7 @@ class Flows:
         req.loop_promised |= forced and not req.loop_wrote
         req.loop_wrote |= not forced
         staged = 0 if not forced else 2 if req.loop_promised else 1
-        index = self.core.start_op(
+        index = self.core.sends.start_op(
             req.flow, route.positions_of(op), pages, op.start, gate, verb, of_state=op.state, staged=staged
         )
         if index is None:
@@ -213,7 +213,7 @@ class Flows:
         if not self.may_finish(req.finish.aux):
             return False
         verb = self.journal.verb_of(req.finish.work, "finish")
-        self.core.finish_send(req.flow, req.num_pages, req.finish.aux, verb)
+        self.core.sends.finish(req.flow, req.num_pages, req.finish.aux, verb)
         req.finish.work._in_journal |= verb != 0
         return True
 
@@ -221,7 +221,7 @@ class Flows:
         """Whether a request has succeeded, which the state machines do not know yet. Any thread, without the lock."""
         flow = req.flow
         # In this order: it is another request's flow only after it was no longer this one's.
-        return flow is not None and self.core.has_sent(flow) and req.flow == flow
+        return flow is not None and self.core.sends.has_sent(flow) and req.flow == flow
 
     def has_received(self, req: ReceiverRequest) -> bool:
         """As `has_sent`. False where other groups lease pages of the same memory: they ask the state machines."""
@@ -232,11 +232,11 @@ class Flows:
 
     def moved(self, req: SenderRequest) -> int:
         assert req.flow is not None
-        return self.core.moved(req.flow)
+        return self.core.sends.moved(req.flow)
 
     def gated(self, req: SenderRequest) -> int:
         assert req.flow is not None
-        return self.core.gated(req.flow)
+        return self.core.sends.gated(req.flow)
 
     def take_back_send(self, req: SenderRequest) -> bool | None:
         with self._standing_still():
@@ -245,22 +245,22 @@ class Flows:
             left = [index for index in req.running.values() if index is not None]
             left += self._waiting.pop(req.flow, (None, []))[1]
             lane = self._lanes.pop(req.flow, None)
-            if self.core.promised(req.flow) and req.grant is not None and self._stages is not None:
+            if self.core.sends.promised(req.flow) and req.grant is not None and self._stages is not None:
                 self._stages.promised(req.dst, req.grant.generation)
-            if (req.loop_staged or req.loop_path == "staged") and self.core.moved(req.flow):
+            if (req.loop_staged or req.loop_path == "staged") and self.core.sends.moved(req.flow):
                 req.landing = self._landing(req)
             for index in left:
                 op = self._ops[index][1]
                 op.landed = req.landing
                 staged = path_of(req, op) == "staged"
                 if lane is not None and not staged:
-                    if posted := self.core.put(index):
+                    if posted := self.core.sends.put(index):
                         op.landed = _both(req.landing, partial(self.core.peers.has_arrived, req.dst, lane, posted))
-                elif self.core.device is not None and (posted := self.core.flying(index)):
+                elif self.core.device is not None and (posted := self.core.sends.flying(index)):
                     # Kernels that pack come first: they read the pages, and write, also where the connection is broken.
                     op.landed = _both(partial(self.core.device.landed, posted), req.landing)
             self.journal.hand_over_ops(req, left)
-            sealed = self.core.take_back_send(req.flow, left)
+            sealed = self.core.sends.take_back(req.flow, left)
             self.journal.end_send(req)
         for index in left:
             del self._ops[index]

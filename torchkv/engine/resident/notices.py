@@ -178,7 +178,7 @@ class Notices:
                 self.journal.end_send(sent)
                 del self._sends[notice.index]
                 self._lanes.pop(notice.index, None)
-                self.core.end_send(notice.index)
+                self.core.sends.end(notice.index)
                 sent.flow = None
                 self._sender.succeeded(sent)
             case x if x == BOUND:
@@ -269,8 +269,8 @@ class Notices:
 
     def _count(self, req: SenderRequest, indices: list[int], ops: list[SendOp], path: str, now: float) -> None:
         """These ops of a request have ended. path: of all of them."""
-        spared = self.core.spared(indices) if path == "staged" else 0
-        nbytes, spans = self.core.op_results(indices)
+        spared = self.core.sends.spared(indices) if path == "staged" else 0
+        nbytes, spans = self.core.sends.op_results(indices)
         connection = self._connections.get(req.dst)
         if connection is not None:  # else a transfer of Python's has found it broken meanwhile
             mapped = connection.direct or (path == "staged" and connection.staging_view is not None)

@@ -69,6 +69,7 @@ class PlainSends:
         num_pages: int,
     ) -> None:
         self._core = core
+        self._sends = core.sends
         self._held = held
         self._ops = held.ops
         self._group_map = group_map
@@ -88,7 +89,7 @@ class PlainSends:
 
     def whose(self, request: str) -> int | None:
         """The rank that has granted a request of this name first, of those whose grants Python has not taken in."""
-        return self._core.whose(name_hashes(request))
+        return self._sends.whose(name_hashes(request))
 
     def bind(self, request: str, dst: int, begun: float) -> Bound | None:
         """Binds a request, of which no verb was called yet, to its grant, if that is as `meet` needs it: for `opened`.
@@ -99,7 +100,7 @@ class PlainSends:
         if likely is None or dst in self._held.dead or self._core.broken:
             return None
         route, writers = likely
-        flow = self._core.bind(
+        flow = self._sends.bind(
             route.way,
             hashes=name_hashes(request),
             writers=writers,
@@ -126,7 +127,7 @@ class PlainSends:
         gate = NO_GATE if event is None and not way.has_kernels else self._routes.gate(event)
         if gate is None or self._core.broken or (way.has_kernels and len(ids) > MAX_GRANTED):
             return None
-        begun_on_loop = self._core.meet(
+        begun_on_loop = self._sends.meet(
             way,
             route.positions[layers],
             given,
@@ -183,7 +184,7 @@ class PlainSends:
         verb, _, layers, ids, _, start, _ = call
         route, gate = way
         assert grant.flow is not None
-        begun_on_loop = self._core.begin(
+        begun_on_loop = self._sends.begin(
             route.way,
             route.positions[layers],
             given,
@@ -205,7 +206,7 @@ class PlainSends:
         """As `begin`, of pages that are checked, on the flow that `bind` has given. There must be room for an op."""
         verb, _, layers, ids, _, start, _ = call
         route, gate = way
-        index = self._core.start_op(flow, route.positions[layers], ids, start, gate, self._codes.get(verb, 0))
+        index = self._sends.start_op(flow, route.positions[layers], ids, start, gate, self._codes.get(verb, 0))
         assert index is not None
         return grant, flow, index, route
 
@@ -231,7 +232,7 @@ class PlainSends:
         verb = self._codes.get(op.verb, 0)  # of a verb with one part
         copied = op.source_pages.pages
         called, _, _, checked, _, asked, _ = call
-        index = self._core.start_more(
+        index = self._sends.start_more(
             flow, route.positions[op.layers], pages, copied, self._num_pages, op.start, gate, verb, checked=checked
         )
         if index is None:
@@ -250,7 +251,7 @@ class PlainSends:
         latest, route, flow = last.op, last.route, last.flow
         if req.flow != flow or (gate := self._gate(req, route, event)) is None:
             return None
-        index = self._core.start_again(flow, route.positions[layers], given, gate)
+        index = self._sends.start_again(flow, route.positions[layers], given, gate)
         if index is None:
             return None
         source = latest.source_pages
@@ -273,18 +274,18 @@ class PlainSends:
             if req.flow != last.flow or (gate := self._gate(req, last.route, event)) is None:
                 return None
             gates.append(gate)
-        if not self._core.has_ops(len(reqs)):
+        if not self._sends.has_ops(len(reqs)):
             return None
         last = reqs[0].latest
         latest, source = last.op, last.op.source_pages
-        index = self._core.start_again(last.flow, last.route.positions[layers], given, gates[0])
+        index = self._sends.start_again(last.flow, last.route.positions[layers], given, gates[0])
         if index is None:
             return None
         indices = [index]
         for req, gate in zip(reqs[1:], gates[1:], strict=True):
             # Of the pages that were compared just now: the caller's array may be written to by another thread.
             last = req.latest
-            index = self._core.start_op(last.flow, last.route.positions[layers], source.pages, latest.start, gate)
+            index = self._sends.start_op(last.flow, last.route.positions[layers], source.pages, latest.start, gate)
             assert index is not None
             indices.append(index)
         if event is not source.event:
@@ -308,19 +309,19 @@ class PlainSends:
             if grant is None or flow is None:
                 continue  # it was taken back at once
             route = self._routes.known[req.dst, id(grant.plan)]
-            self._core.remember(flow, given, op.source_pages.pages, op.start, 0)
+            self._sends.remember(flow, given, op.source_pages.pages, op.start, 0)
             req.latest = LatestSend(verb, start, from_prompt, op, route, flow)
 
     def start_several(self, reqs: list[SenderRequest], ops: list[SendOp]) -> bool:
         """As `start_more`, of several ops at once, whose page ids are checked, or of states. All of them, or none."""
         ways = [self._more(req, op) for req, op in zip(reqs, ops, strict=True)]
-        if None in ways or not self._core.has_ops(len(ops)):
+        if None in ways or not self._sends.has_ops(len(ops)):
             return False
         for req, op, way in zip(reqs, ops, ways, strict=True):
             assert way is not None
             flow, route, gate = way
             positions = route.positions_of(op)
-            index = self._core.start_op(flow, positions, op.source_pages.pages, op.start, gate, of_state=op.state)
+            index = self._sends.start_op(flow, positions, op.source_pages.pages, op.start, gate, of_state=op.state)
             assert index is not None
             self._runs(req, op, index, 0)
         return True
@@ -353,7 +354,7 @@ class PlainSends:
     def open(self, req: SenderRequest, grant: BoundGrant, route: Route) -> int | None:
         """A flow for a request that is bound to this grant; None if all are in use."""
         assert grant.flow is not None
-        flow = self._core.open_send(
+        flow = self._sends.open(
             route.way,
             peer_flow=grant.flow,
             generation=grant.generation,

@@ -100,7 +100,7 @@ class Route:
 
         words = geometry(plan, ours, theirs, connection.scales)
         self.has_keys = has_keys(words)  # then all pages can be put
-        self.way = core.way(
+        self.way = core.sends.way(
             connection.rank,
             geometry=words,
             kernels=None if launches is None else launches.words,
@@ -161,12 +161,12 @@ class Routes:
     def forget(self, rank: int) -> None:
         """The process of ``rank`` has ended."""
         for key in [key for key in self.known if key[0] == rank]:
-            self._core.retire(self.known.pop(key).way)
+            self._core.sends.retire(self.known.pop(key).way)
 
     def _learn(self, rank: int, route: Route) -> Route:
         """From now on this is the route of its plan to ``rank``."""
         if (earlier := self.known.get((rank, id(route.plan)))) is not None:
-            self._core.retire(earlier.way)
+            self._core.sends.retire(earlier.way)
         self.known[rank, id(route.plan)] = route
         return route
 

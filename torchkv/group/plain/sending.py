@@ -242,7 +242,7 @@ class PlainSending(PlainTargets):
             assert isinstance(source.pages, np.ndarray)
             calls.append(("", op.request, op.layers, source.pages, op.dst, op.start, source.event))
         ways = [flows.plain.way(call, grant) for call, grant in zip(calls, grants, strict=True)]
-        has_room = flows.core.has_ops if bound else flows.core.has_room
+        has_room = flows.core.sends.has_ops if bound else flows.core.sends.has_room
         if None in ways or not has_room(len(ops)):
             return []
         met: list[Met | None] = []

@@ -152,5 +152,5 @@ class PlainTargets(RecordedVerbs):
         flows = self.engine.flows
         assert flows is not None
         for grant, flow, _ in bound:
-            flows.core.end_send(flow)
+            flows.core.sends.end(flow)
             self.engine.sender.grants.meet(grant, self.clock())

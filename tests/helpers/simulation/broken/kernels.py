@@ -6,10 +6,10 @@ from typing import Any
 
 from tests.helpers.simulation.broken.lanes import unpacks_for_failed_requests
 from tests.helpers.simulation.broken.swapping import Break, swap
-from torchkv.core.core import Core
 from torchkv.core.loop import launching, loop, receiving, sending, staging, unpacking
 from torchkv.core.loop.limits import UNPACKINGS
 from torchkv.core.receives import Receives
+from torchkv.core.sends import Sends
 
 __all__ = ["GPUS_STAGED_BREAKS", "GPU_BREAKS"]
 
@@ -31,7 +31,7 @@ def _announces_what_is_only_enqueued() -> None:
 
 
 def _forgets_what_is_under_way() -> None:
-    swap(Core, flying=lambda self, index: 0)
+    swap(Sends, flying=lambda self, index: 0)
 
 
 def _expects_seals_for_ever() -> None:

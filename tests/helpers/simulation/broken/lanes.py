@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from tests.helpers.simulation.broken.swapping import Break, swap
-from torchkv.core.core import Core
 from torchkv.core.loop import grants, loop, mailbox, network, sending
 from torchkv.core.loop.limits import RECORD_NBYTES
 from torchkv.core.peers import NetworkLane
 from torchkv.core.receives import Receives
+from torchkv.core.sends import Sends
 from torchkv.engine.resident.routes import Routes
 from torchkv.host.atomics import load, store
 from torchkv.host.copy_loops import copy_bytes
@@ -59,7 +59,7 @@ def _counts_puts_after_the_flush() -> None:
 
 
 def _forgets_puts_under_way() -> None:
-    swap(Core, put=lambda self, index: 0)
+    swap(Sends, put=lambda self, index: 0)
 
 
 def _reuses_the_memory_of_records() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.helpers.simulation.broken.swapping import Break, swap
-from torchkv.core import core
+from torchkv.core import sends
 from torchkv.core.loop import copying, sending, stripes, unpacking
 from torchkv.core.receives import Receives, with_slot
 from torchkv.engine.resident.routes import _Positions
@@ -55,7 +55,7 @@ def _takes_states_for_pages() -> None:
 
 def _writes_to_another_slot() -> None:
     real = with_slot
-    swap(core, with_slot=lambda pages, slot: real(pages, None if slot is None else slot ^ 1))
+    swap(sends, with_slot=lambda pages, slot: real(pages, None if slot is None else slot ^ 1))
 
 
 def _forgets_states_that_have_arrived() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from tests.helpers.simulation.broken.swapping import Break, swap
-from torchkv.core.core import Core
 from torchkv.core.loop import (
     copying,
     grants,
@@ -17,6 +16,7 @@ from torchkv.core.loop import (
     stripes,
 )
 from torchkv.core.loop.codes import DECIDED, DONE, OPEN, SEAL, SEALED, WAITING
+from torchkv.core.sends import Sends
 from torchkv.engine.resident.flows import Flows
 from torchkv.engine.resident.notices import Notices
 from torchkv.host.atomics import load
@@ -37,14 +37,14 @@ def _seals_while_it_copies() -> None:
 
 
 def _copies_on_when_taken_back() -> None:
-    def take_back(self: Core, flow: int, ops: list[int]) -> bool:
-        sealed = bool(self.world["sends"][flow]["state"] == SEALED)
+    def take_back(self: Sends, flow: int, ops: list[int]) -> bool:
+        sealed = bool(self._world["sends"][flow]["state"] == SEALED)
         for index in ops:
             self._free_ops.append(index)
-        self._free_sends.append(flow)
+        self._free.append(flow)
         return sealed
 
-    swap(Core, take_back_send=take_back)
+    swap(Sends, take_back=take_back)
 
 
 def _forgets_what_has_arrived() -> None:
