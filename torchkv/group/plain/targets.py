@@ -113,11 +113,10 @@ class PlainTargets(RecordedVerbs):
         if (rank := flows.plain.whose(request)) is None:
             return ()
         ranks = engine.sender.grants.addresses(request, rank)
-        bound = self._bind_all(request, ranks)
+        if not (bound := self._bind_all(request, ranks)):
+            return ()
         for grant, flow, route in bound:
             self._bound(engine.sender.grants.begin(grant, self.clock()), grant, flow, route)
-        if not bound:
-            return ()
         engine.sender.requests.addressed[request] = ranks
         if engine.needs_driver:
             engine.wake()

@@ -70,14 +70,12 @@ class Grants:
     def addresses(self, request: str, source: int) -> tuple[int, ...]:
         """The ranks that a request to anybody would go to, if it began now with the grants that Python is told of next.
 
-        source: the first rank to grant it. () if it does not `await` the grants of all of them.
+        source: the first rank to grant it. () if Python has been told of any, or knows where the request goes. Whether
+        it `awaits` each of these grants is asked by who binds them.
         """
         if self.unmet.named(request) or self.unmet.revoked(request) or self.unmet.is_exempt(request):
             return ()
-        if request in self._requests.addressed:
-            return ()
-        ranks = self._anybody.owed(request, source)
-        return ranks if all(self.awaits(request, rank) for rank in ranks) else ()
+        return () if request in self._requests.addressed else self._anybody.owed(request, source)
 
     def waiting(self, request: str, dst: int) -> BoundGrant | None:
         """The grant that a request would bind which began now, if no pages of its prefix are absent.
