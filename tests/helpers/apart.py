@@ -92,8 +92,9 @@ class Apart:
         return Pieces(self.geometry)
 
     def way(self, *, max_page: int = PAGES, staged: bool = False) -> Way:
-        return self.writer.sends.way(
+        return Way(
             1,
+            self.writer.peers.slots[1],
             geometry=self.geometry,
             src_page=TOKENS,
             dst_page=TOKENS,

@@ -109,7 +109,8 @@ class StagedApart(Apart):
     def way(self, *, max_page: int = PAGES, staged: bool = False) -> Way:
         sizes = {"src_page": TOKENS, "dst_page": TOKENS, "max_page": max_page}
         packs = self.tables[0].words if self.tables else None
-        return self.writer.sends.way(1, geometry=self.geometry, packs=packs, **sizes, network=True, staged=staged)
+        slot = self.writer.peers.slots[1]
+        return Way(1, slot, geometry=self.geometry, packs=packs, **sizes, network=True, staged=staged)
 
     def accept(self, pages: list[int], generation: int = 1) -> int:
         """A receive into these pages."""

@@ -22,6 +22,7 @@ from torchkv.core.receives import Receives, Source
 from torchkv.core.runner import Runner
 from torchkv.core.sends import Sends
 from torchkv.core.thread import attend, end_turn, run, take_turn
+from torchkv.core.way import Way
 from torchkv.host.jit import at_register
 
 __all__ = ["Core"]
@@ -134,7 +135,7 @@ def warm_up() -> None:
 def _send(core: Core) -> int:
     """A flow."""
     sends, none = core.sends, np.zeros(2, dtype=np.int64)  # a plan without layers
-    way = sends.way(0, geometry=none, src_page=1, dst_page=1, max_page=0)
+    way = Way(0, core.peers.slots[0], geometry=none, src_page=1, dst_page=1, max_page=0)
     flow = sends.open(way, peer_flow=0, generation=0, pages=none)
     assert flow is not None
     sends.start_op(flow, none[:0], none, 0)

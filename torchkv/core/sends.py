@@ -52,7 +52,6 @@ class Sends:
             ops[:, _OP.index(name)].data for name in ("nbytes", "runs", "posted", "spared")
         )
         self._sends = self._memory["sends"].view(np.int64).reshape(MAX_FLOWS, -1).data
-        self._slots = peers.slots
         self._free = list(range(MAX_FLOWS if device is None else MAX_GPU_SENDS))
         self._free_ops = list(range(MAX_OPS))
         # What the loop reads at addresses that it was given.
@@ -62,39 +61,6 @@ class Sends:
         self._repeats = np.zeros(MAX_FLOWS, REPEAT)
         self._repeats_at = self._repeats.ctypes.data
         self._kept_repeats: list[Any] = [None] * MAX_FLOWS
-
-    def way(
-        self,
-        rank: int,
-        *,
-        geometry: Int64Array,
-        kernels: Int64Array | None = None,
-        state_kernels: Int64Array | None = None,
-        packs: Int64Array | None = None,
-        src_page: int,
-        dst_page: int,
-        max_page: int,
-        max_slot: int = 0,
-        network: bool = False,
-        staged: bool = False,
-        keep: Any = None,
-    ) -> Way:
-        """The way of sends to ``rank``: see `Way`. It ends with the peer."""
-        return Way(
-            rank,
-            self._slots[rank],
-            geometry,
-            kernels,
-            state_kernels,
-            packs,
-            src_page=src_page,
-            dst_page=dst_page,
-            max_page=max_page,
-            max_slot=max_slot,
-            network=network,
-            staged=staged,
-            keep=keep,
-        )
 
     def retire(self, way: Way) -> None:
         """No send takes this way any more, and what it leads to may go: once kernels that were launched have ended."""

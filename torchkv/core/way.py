@@ -13,7 +13,8 @@ __all__ = ["Way"]
 
 
 class Way:
-    """rank: the peer; slot: its number on the loop. geometry: of the plan: see `torchkv.transfer.loop_geometry`.
+    """It ends with the peer. rank: the peer's; slot: its number on the loop. geometry: of the plan: see
+    `torchkv.transfer.loop_geometry`.
 
     kernels, state_kernels: the launch tables of pages and of states, if kernels copy them. packs: the pack table, if
     kernels pack the pages. src_page, dst_page: page sizes in tokens. max_page: the peer's pages are below this.
@@ -28,17 +29,17 @@ class Way:
         self,
         rank: int,
         slot: int,
-        geometry: Int64Array,
-        kernels: Int64Array | None,
-        state_kernels: Int64Array | None,
-        packs: Int64Array | None,
         *,
+        geometry: Int64Array,
+        kernels: Int64Array | None = None,
+        state_kernels: Int64Array | None = None,
+        packs: Int64Array | None = None,
         src_page: int,
         dst_page: int,
         max_page: int,
-        max_slot: int,
-        network: bool,
-        staged: bool,
+        max_slot: int = 0,
+        network: bool = False,
+        staged: bool = False,
         keep: Any = None,
     ) -> None:
         self.rank = rank

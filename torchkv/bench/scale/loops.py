@@ -69,8 +69,9 @@ class Pair:
         return flow
 
     def way(self, max_page: int | None = None, max_slot: int = 0) -> Way:
-        return self.writer.sends.way(
+        return Way(
             1,
+            self.writer.peers.slots[1],
             geometry=self.geometry,
             kernels=self.kernels,
             src_page=TOKENS,

@@ -12,6 +12,7 @@ import numpy as np
 from torchkv.arrays import Int64Array
 from torchkv.core.device import NO_GATE, Gate
 from torchkv.core.receives import Pieces
+from torchkv.core.way import Way
 from torchkv.engine.resident.standing_stages import StandingStages, fits
 from torchkv.layout.pair_plan import PairPlan
 from torchkv.transfer.loop_geometry import geometry, has_keys
@@ -100,8 +101,9 @@ class Route:
 
         words = geometry(plan, ours, theirs, connection.scales)
         self.has_keys = has_keys(words)  # then all pages can be put
-        self.way = core.sends.way(
+        self.way = Way(
             connection.rank,
+            core.peers.slots[connection.rank],
             geometry=words,
             kernels=None if launches is None else launches.words,
             state_kernels=None if states is None else states.words,
