@@ -41,9 +41,9 @@ __all__ = [
 class KVError(dist.DistBackendError):
     """Base of all errors that torchkv raises.
 
-    retryable: whether the same call, unchanged, may succeed later. pages_safe: whether every page of the failed request
-    may be reused *now*; evaluated each time it is read, because a one-sided write may still be in flight when the error
-    is raised.
+    retryable: whether the same call, unchanged, may succeed later. Ranks that a peer tells of its error have the same.
+    pages_safe: whether every page of the failed request may be reused *now*; evaluated each time it is read, because a
+    one-sided write may still be in flight when the error is raised.
     """
 
     default_retryable = False
@@ -150,9 +150,9 @@ def error_kind(error: BaseException) -> str:
     return name if name in _KINDS else "ProtocolError"
 
 
-def make_error(kind: str, message: str) -> KVError:
+def make_error(kind: str, message: str, retryable: bool | None = None) -> KVError:
     """An error that a peer has reported. An unknown kind becomes a ``ProtocolError``."""
-    return _KINDS.get(kind, ProtocolError)(message)
+    return _KINDS.get(kind, ProtocolError)(message, retryable=retryable)
 
 
 def fresh(error: _Error) -> _Error:

@@ -164,8 +164,9 @@ def too_large() -> None:
             assert not caught.value.retryable
             kv.cancel("r").wait(PATIENCE)
         elif kv.rank() == 1:
-            with pytest.raises(RingExhausted):
+            with pytest.raises(RingExhausted) as caught:
                 kv.recv_pages("r", TARGETS, 0).wait(PATIENCE)
+            assert not caught.value.retryable
         dist.barrier(kv)
         if kv.rank() == 1:
             send(kv, PAGES, 0)

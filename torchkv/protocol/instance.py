@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from torchkv.layout.group_map import GroupMap
 from torchkv.protocol.actions import Action, Tell
 from torchkv.protocol.flows import InstanceRounds
-from torchkv.protocol.messages import MAX_TEXT, InstanceVerdict, Outcome, Post, name_hashes
+from torchkv.protocol.messages import MAX_TEXT, Cause, InstanceVerdict, Outcome, Post, name_hashes
 
 __all__ = ["InstanceLeader", "Part"]
 
@@ -53,7 +53,7 @@ class Part:
     flow: int | None = None
     refused: bool = False  # its recv_pages call was refused, so that it waits for no verdict
     done_at: float | None = None  # when it reported that its part is complete
-    failed: tuple[str, str] | None = None  # kind and text of the error that it reported
+    failed: Cause | None = None  # the error that it reported
     told: bool = False  # it knows the verdict
 
 
@@ -61,8 +61,7 @@ class Part:
 class _RoundFailure:
     """Why the oldest round of a request has failed, and since when. Ranks that join it later are told at once."""
 
-    kind: str
-    text: str
+    cause: Cause
     since: float
 
 
@@ -159,8 +158,8 @@ class InstanceLeader:
             self._join(src, key, part, now)
 
     @staticmethod
-    def _cause(src: int, message: Outcome) -> tuple[str, str]:
-        return message.kind, f"rank {src} of the same instance: {message.text}"
+    def _cause(src: int, message: Outcome) -> Cause:
+        return message.kind, f"rank {src} of the same instance: {message.text}", message.retryable
 
     # ---------------------------------------------------------------- the resident loop
 
@@ -253,7 +252,7 @@ class InstanceLeader:
                     f"request {request}: ranks {late} of instance {self._group_map.me.instance!r} were not complete "
                     f"{self._grant_timeout:g} s (Options.grant_timeout) after the first; post it on every rank"
                 )
-                request.failure = _RoundFailure("TransferTimeout", text, now)
+                request.failure = _RoundFailure(("TransferTimeout", text, None), now)
                 self._advance(key, now)
             if request.failure is not None and now >= request.failure.since + self._grant_timeout:
                 self._close(key)
@@ -287,11 +286,12 @@ class InstanceLeader:
             return
         cause = next((part.failed for part in heads.values() if part.failed), None)
         if cause is None and self._lost:
-            cause = ("PeerLost", f"rank {min(self._lost)} of instance {self._group_map.me.instance!r} is lost")
+            cause = "PeerLost", f"rank {min(self._lost)} of instance {self._group_map.me.instance!r} is lost", None
         if cause is None and (problem := self._disagreement(request, heads)):
-            cause = ("ProtocolError", problem)
+            cause = "ProtocolError", problem, None
         if cause is not None:
-            request.failure = _RoundFailure(cause[0], cause[1][:MAX_TEXT], now)
+            kind, text, retryable = cause
+            request.failure = _RoundFailure((kind, text[:MAX_TEXT], retryable), now)
 
     def _advance(self, key: Key, now: float) -> None:
         """Decides rounds as far as they can be decided, and tells the ranks."""
@@ -311,11 +311,11 @@ class InstanceLeader:
 
     def _tell(self, heads: dict[int, Part], failure: _RoundFailure | None) -> None:
         """Tells the ranks that have joined a round its verdict, unless they know it."""
-        kind, text = (failure.kind, failure.text) if failure else ("", "")
+        cause = failure.cause if failure else ("", "", None)
         for rank, part in heads.items():
             if not part.told:
                 part.told = True
-                self.actions.append(Tell(rank, InstanceVerdict(part.generation, kind, text)))
+                self.actions.append(Tell(rank, InstanceVerdict(part.generation, *cause)))
 
     def _close(self, key: Key) -> None:
         """Ends the oldest round of a request: removes the parts of all ranks that have joined it."""

@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 
 from torchkv.arrays import Int64Array
-from torchkv.errors import AuthError, ProtocolError
+from torchkv.errors import AuthError, KVError, ProtocolError, error_kind, make_error
 from torchkv.host.jit import at_register, compiled_with_gil
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "Abort",
     "Alive",
     "Attest",
+    "Cause",
     "ControlFrame",
     "Grant",
     "InstanceVerdict",
@@ -59,9 +60,11 @@ __all__ = [
     "Verdict",
     "Withdraw",
     "Withdrawn",
+    "cause_of",
     "check_inside",
     "decode_frame",
     "encode_frame",
+    "error_of",
     "message_nbytes",
     "name_hashes",
     "pack_pages",
@@ -85,6 +88,8 @@ Layer: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 Request: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REQUEST_BYTES)]
 Kind: TypeAlias = Annotated[str, msgspec.Meta(max_length=32)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+Retryable: TypeAlias = bool | None  # of the error of this kind; None: as its class has it
+Cause: TypeAlias = tuple[str, str, bool | None]  # an error as messages tell it: their kind, text and retryable
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag_field="t"):
@@ -93,6 +98,10 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     ``generation`` is the number that the receiving rank gave to one `recv_pages` call: requests that use one name after
     another have different generations, so a late message is never taken for one of a later request.
     """
+
+
+def cause_of(error: KVError) -> Cause:
+    return error_kind(error), str(error)[:MAX_TEXT], error.retryable
 
 
 class Grant(Message, frozen=True, tag="grant"):
@@ -148,6 +157,7 @@ class Abort(Message, frozen=True, tag="abort"):
     generation: Count
     kind: Kind
     text: Text
+    retryable: Retryable = None
 
 
 class Quiesced(Message, frozen=True, tag="quiesced"):
@@ -162,6 +172,7 @@ class Revoke(Message, frozen=True, tag="revoke"):
     generation: Count
     kind: Kind
     text: Text
+    retryable: Retryable = None
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -170,6 +181,7 @@ class Refused(Message, frozen=True, tag="refused"):
     request: Request
     kind: Kind
     text: Text
+    retryable: Retryable = None
 
 
 class Exempt(Message, frozen=True, tag="exempt"):
@@ -212,6 +224,7 @@ class Outcome(Message, frozen=True, tag="outcome"):
     generation: Count
     kind: Kind
     text: Text
+    retryable: Retryable = None
 
 
 class InstanceVerdict(Message, frozen=True, tag="instance"):
@@ -220,6 +233,12 @@ class InstanceVerdict(Message, frozen=True, tag="instance"):
     generation: Count
     kind: Kind
     text: Text
+    retryable: Retryable = None
+
+
+def error_of(message: Abort | Revoke | Refused | InstanceVerdict) -> KVError:
+    """The error that a message tells of."""
+    return make_error(message.kind, message.text, message.retryable)
 
 
 STANDING = 0  # in place of a generation: of the stage that loops use for all requests of a writer

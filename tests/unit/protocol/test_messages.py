@@ -51,6 +51,7 @@ _count = st.integers(0, (1 << 62) - 1)
 _text = st.text(max_size=50)
 _request = st.text(min_size=1, max_size=40)
 _kind = st.text(max_size=32)
+_retryable = st.none() | st.booleans()
 _layers = st.lists(st.integers(0, (1 << 20) - 1))
 MESSAGES = st.one_of(
     st.builds(
@@ -64,14 +65,14 @@ MESSAGES = st.one_of(
     ),
     st.builds(Attest, _count, _layers, _count, _count, _count, _kind, st.booleans()),
     st.builds(Seal, _count, _count, st.binary(max_size=200)),
-    st.builds(Abort, _count, _kind, _text),
+    st.builds(Abort, _count, _kind, _text, _retryable),
     st.builds(Quiesced, _count),
-    st.builds(Revoke, _count, _kind, _text),
+    st.builds(Revoke, _count, _kind, _text, _retryable),
     st.builds(Verdict, _count),
     st.builds(Alive, _count, st.booleans()),
     st.builds(Post, _request, _count, _count, _count, _count),
-    st.builds(Outcome, _request, _count, _kind, _text),
-    st.builds(InstanceVerdict, _count, _kind, _text),
+    st.builds(Outcome, _request, _count, _kind, _text, _retryable),
+    st.builds(InstanceVerdict, _count, _kind, _text, _retryable),
     st.builds(StageAsk, _count, _count, _count, _count, st.booleans()),
     st.builds(StageGrant, _count, _count, _count, _count),
     st.builds(StageDenied, _count, _count, _text),
@@ -80,7 +81,7 @@ MESSAGES = st.one_of(
     st.builds(Withdrawn, _count),
     st.builds(Mailbox, _count),
     st.builds(Left),
-    st.builds(Refused, _request, _kind, _text),
+    st.builds(Refused, _request, _kind, _text, _retryable),
     st.builds(Exempt, _request),
 )
 _word = st.integers(0, (1 << 64) - 1)

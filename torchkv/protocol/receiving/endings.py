@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 
-from torchkv.errors import KVError, PeerLost, ProtocolError, error_kind
+from torchkv.errors import KVError, PeerLost, ProtocolError
 from torchkv.layout.group_map import GroupMap
 from torchkv.protocol.actions import Action, Settle, Tell
 from torchkv.protocol.counts import Counts
-from torchkv.protocol.messages import MAX_TEXT, Outcome, Post, Revoke, Verdict
+from torchkv.protocol.messages import Outcome, Post, Revoke, Verdict, cause_of
 from torchkv.protocol.receiving.leases import Leases
 from torchkv.protocol.receiving.open_receives import OpenReceives
 from torchkv.protocol.receiving.request import ReceiverRequest
@@ -86,11 +86,11 @@ class ReceiveEndings:
         """
         assert req.error is None
         alone = len(self._group_map.siblings) == 1
-        kind, text = error_kind(error), str(error)[:MAX_TEXT]
+        cause = cause_of(error)
         if req.complete_at is not None and not decided and not alone:
             if not req.asked:
                 req.asked = True
-                self.tell_leader(Outcome(req.request, req.generation, kind, text))
+                self.tell_leader(Outcome(req.request, req.generation, *cause))
             return
         error._pages_safe = lambda: req.all_ended
         req.error = error
@@ -105,9 +105,9 @@ class ReceiveEndings:
             writer.ring_only = self._credits.is_ring_only(rank, req.generation)
         self._credits.revoke(req.generation)
         self.actions.append(Settle(req.work, error))
-        self.actions.extend(Tell(rank, Revoke(req.generation, kind, text)) for rank in req.writers)
+        self.actions.extend(Tell(rank, Revoke(req.generation, *cause)) for rank in req.writers)
         if not decided:
-            self.tell_leader(Outcome(req.request, req.generation, kind, text))
+            self.tell_leader(Outcome(req.request, req.generation, *cause))
         self.end_if_quiescent(req)
         if req.parts:
             self.fail_parts(req)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchkv.arrays import Int64Array
-from torchkv.errors import KVError, ProtocolError, TransferCancelled, error_kind
+from torchkv.errors import KVError, ProtocolError, TransferCancelled
 from torchkv.layout.group_map import GroupMap
 from torchkv.protocol.actions import Tell, Work
-from torchkv.protocol.messages import MAX_TEXT, Exempt, Grant, Outcome, Post, Refused, pack_pages
+from torchkv.protocol.messages import Exempt, Grant, Outcome, Post, Refused, cause_of, pack_pages
 from torchkv.protocol.receiving.endings import ReceiveEndings
 from torchkv.protocol.receiving.leases import Leases, Wanted
 from torchkv.protocol.receiving.open_receives import OpenReceives
@@ -261,11 +261,11 @@ class Posts:
         error = TransferCancelled(
             f"request {request!r} was refused by its receiver, {self._group_map.name(self._group_map.rank)}"
         )
-        refused = Refused(request, error_kind(error), str(error)[:MAX_TEXT])
+        refused = Refused(request, *cause_of(error))
         self._actions.extend(Tell(rank, refused) for rank in writers)
         self.refuse(request, error)
 
     def refuse(self, request: str, error: KVError) -> None:
         """Tells the instance that ``recv_pages`` was refused on this rank, so that the other ranks fail now."""
         if request not in self._requests.live:
-            self._endings.tell_leader(Outcome(request, 0, error_kind(error), str(error)[:MAX_TEXT]))
+            self._endings.tell_leader(Outcome(request, 0, *cause_of(error)))

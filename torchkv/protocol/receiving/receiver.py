@@ -34,7 +34,7 @@ import logging
 from collections.abc import Iterable
 from typing import Final
 
-from torchkv.errors import KVError, PeerLost, ProtocolError, TransferCancelled, TransferTimeout, fresh, make_error
+from torchkv.errors import KVError, PeerLost, ProtocolError, TransferCancelled, TransferTimeout, fresh
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.layer_groups import UNGROUPED, Pools
 from torchkv.protocol.actions import Account, Settle, Tell, Work
@@ -48,6 +48,7 @@ from torchkv.protocol.messages import (
     Quiesced,
     Seal,
     Verdict,
+    error_of,
 )
 from torchkv.protocol.receiving.endings import ReceiveEndings
 from torchkv.protocol.receiving.leases import Leases
@@ -202,7 +203,7 @@ class Receiver:
     def on_abort(self, src: int, message: Abort) -> None:
         found = self.requests.writer(src, message.generation)
         if found is not None:
-            self._endings.fail(found[0], make_error(message.kind, message.text))
+            self._endings.fail(found[0], error_of(message))
 
     def on_quiesced(self, src: int, message: Quiesced, now: float) -> None:
         req = self.requests.by_generation.get(message.generation)
@@ -238,7 +239,7 @@ class Receiver:
         if not req.live:
             return
         if message.kind:
-            self._endings.fail(req, make_error(message.kind, message.text), decided=True)
+            self._endings.fail(req, error_of(message), decided=True)
         elif req.complete_at is not None:
             self._endings.succeed(req)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from torchkv.errors import KVError, error_kind
+from torchkv.errors import KVError
 from torchkv.protocol.actions import Action, BoundGrant, Halt, Settle, Tell
 from torchkv.protocol.counts import Counts
-from torchkv.protocol.messages import MAX_TEXT, Abort, Quiesced, Seal
+from torchkv.protocol.messages import Abort, Quiesced, Seal, cause_of
 from torchkv.protocol.sending.open_sends import OpenSends
 from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.staging_requester import StagingRequester
@@ -83,7 +83,7 @@ class SendEndings:
 
     def abort(self, grant: BoundGrant, error: KVError) -> None:
         """Tells the receiver that nothing, or nothing more, is sent under its grant."""
-        self.tell(grant.dst, Abort(grant.generation, error_kind(error), str(error)[:MAX_TEXT]))
+        self.tell(grant.dst, Abort(grant.generation, *cause_of(error)))
 
     def tell(self, rank: int, message: Seal | Abort | Quiesced) -> None:
         self.actions.append(Tell(rank, message))

@@ -14,10 +14,10 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 
-from torchkv.errors import KVError, PeerLost, ProtocolError, TransferCancelled, fresh, make_error
+from torchkv.errors import KVError, PeerLost, ProtocolError, TransferCancelled, fresh
 from torchkv.layout.group_map import GroupMap
 from torchkv.protocol.actions import ANYBODY, BoundGrant, Key, SendOp, Settle
-from torchkv.protocol.messages import Exempt, Refused
+from torchkv.protocol.messages import Exempt, Refused, error_of
 from torchkv.protocol.sending.anybody import Anybody
 from torchkv.protocol.sending.endings import SendEndings
 from torchkv.protocol.sending.grant_checks import check_grant, drop_held
@@ -206,7 +206,7 @@ class Grants:
     def on_refused(self, src: int, message: Refused, now: float) -> None:
         """The receiver grants nothing to the next request of this name: fails the one that waits, or that comes."""
         self._handover.settle()  # grants of earlier requests of this name have been told before
-        key, error = (message.request, src), make_error(message.kind, message.text)
+        key, error = (message.request, src), error_of(message)
         req = self._meant(key, now)
         declined = (req is None or req.grant is None) and self._take_refusal(key, now) is not None
         if req is not None and req.waits:

@@ -31,11 +31,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from torchkv.errors import KVError, PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, fresh, make_error
+from torchkv.errors import KVError, PageOutOfRange, PeerLost, ProtocolError, TransferCancelled, fresh
 from torchkv.layout.group_map import GroupMap
 from torchkv.layout.pair_plan import seal_matches
 from torchkv.protocol.actions import ANYBODY, Account, BoundGrant, Halt, SendOp, Settle, SettleCopied, Tell, Work
-from torchkv.protocol.messages import Alive, Attest, Grant, Quiesced, Revoke, Verdict
+from torchkv.protocol.messages import Alive, Attest, Grant, Quiesced, Revoke, Verdict, error_of
 from torchkv.protocol.sending.endings import SendEndings
 from torchkv.protocol.sending.grant_checks import (
     behind,
@@ -386,7 +386,7 @@ class Sender:
         key = src, message.generation
         req = self.requests.by_generation.get(key)
         if req is None:
-            self.grants.unmet.revoke(src, message.generation, make_error(message.kind, message.text), now)
+            self.grants.unmet.revoke(src, message.generation, error_of(message), now)
             if key not in self.requests.undrainable:
                 self._endings.tell(src, Quiesced(message.generation))
             return
@@ -395,7 +395,7 @@ class Sender:
             return
         req.revoked = True
         if req.error is None:
-            self._endings.fail(req, make_error(message.kind, message.text), tell=False)
+            self._endings.fail(req, error_of(message), tell=False)
         else:
             self._endings.after_drain(req)
 
