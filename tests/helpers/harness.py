@@ -33,6 +33,7 @@ from torchkv.testing.processes import Worker, preload
 __all__ = ["RankFailed", "Ranks", "ask", "kv_group", "kv_world", "say"]
 
 DEADLINE = 60.0
+FIRST = 60.0  # in addition for the first call of ranks: they load, compile and open much, perhaps beside many others
 # Collectives give up before the deadline of the call they are in, so that gloo gets to say whom it waited for.
 COLLECTIVE_TIMEOUT = timedelta(seconds=40)
 EXIT_DEADLINE = 20.0
@@ -72,6 +73,7 @@ class Ranks:
     ) -> None:
         self.size = size
         self.broken = ""
+        self._is_new = True
         self._expected: dict[int, int] = {}  # rank -> exit code that the test has declared
         scratch = tempfile.mkdtemp(prefix="torchkv-test-")
         # A test that fails does not get to `close`; TemporaryDirectory would fail another test with a warning of it.
@@ -90,8 +92,9 @@ class Ranks:
         self, function: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None, deadline: float = DEADLINE
     ) -> list[Any]:
         """Calls ``function(*args)`` on ``ranks`` (default: all that live); their values, in rank order."""
+        extra, self._is_new = FIRST if self._is_new else 0.0, False
         chosen = self.start(function, *args, ranks=ranks)
-        return self.join(chosen, deadline=deadline)
+        return self.join(chosen, deadline=deadline + extra)
 
     def start(self, function: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None) -> list[int]:
         """Begins a call and returns the ranks it runs on; `join` ends it."""
