@@ -60,6 +60,14 @@ def test_a_violation_is_printed_with_what_shows_it_again(
     assert main([*arguments, "--seed", seed, "--schedules", "1"]) == 0
 
 
+def test_a_sender_that_meets_an_earlier_request_than_it_meant_is_no_violation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Counting from the prompt it then sends a page, too, that it had thought to be held: the one that it had given."""
+    shown = main(["--case", "anybody", "--seed", "392813", "--schedules", "1", "--workers", "1"])
+    assert shown == 0, capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "arguments", [["--case", "nothing"], ["--schedules", "0"], ["--seed", "-1"], ["--workers", "0"]]
 )

@@ -93,6 +93,7 @@ class Sending:
     from_prompt: bool = False  # it does not know the prefix
     steady: bool = False  # it sends layer after layer, of the same pages, with one verb
     verb: str = ""  # the latest one
+    held: int | None = None  # the page that it gives, of those that its receiver should hold, once it has chosen one
     told: int | None = None  # the prefix in tokens, if it has asked and was told
     works: list[KVWork] = field(default_factory=list)
     # By destination, which may be `ANYBODY`: the engine's sender requests.
@@ -106,6 +107,16 @@ class Sending:
             return None
         ranks = self.rank.engine.group_map.instances.get(self.flow.target, ())
         return ranks[0] if len(ranks) == 1 and len(self.pages) % 2 else self.flow.target
+
+    def pages_behind(self, prefix: int) -> list[int] | None:
+        """What it sends to a receiver that holds a prefix of so many tokens; None if it does not send all of that.
+
+        Counting from the prompt it may have met a request that came before or after the one that it meant.
+        """
+        shift = (prefix - self.flow.prefix) // self.rank.cache.layout.page_size if self.from_prompt else 0
+        if shift >= 0:
+            return self.pages[shift:]
+        return None if shift < -1 or self.held is None else [self.held, *self.pages]
 
     @property
     def handed_on(self) -> bool:

@@ -403,8 +403,10 @@ class Scenario:
         if sending.from_prompt:
             held = sending.flow.prefix // rank.cache.layout.page_size
             more |= {"start": start + held, "origin": "prompt"}
-            if start == 0 and held:  # a page that the receiver holds: whatever it is, it does not arrive
-                pages, more["start"] = [self.unknown.randrange(64), *pages], held - 1
+            if start == 0 and held:  # a page that the receiver holds: whatever it is, it should not arrive
+                page = self.unknown.randrange(64)
+                sending.held = page if sending.held is None else sending.held
+                pages, more["start"] = [sending.held, *pages], held - 1
         if self.arrays.random() < 0.7:
             pages = np.array(pages, dtype=np.int64)
         if verb == "staged":
@@ -493,9 +495,11 @@ class Scenario:
                 self.problems.append(
                     f"{found.flow.name}: writer {writer} was told of a prefix of {sending.told} tokens"
                 )
-            # A sender that counts from the prompt may have met the request that came after the one that it meant.
-            held = found.flow.prefix - sending.flow.prefix if sending.from_prompt else 0
-            src_pages[writer] = sending.pages[max(0, held) // sending.rank.cache.layout.page_size :]
+            pages = sending.pages_behind(found.flow.prefix)
+            if pages is None:
+                self.problems.append(f"{found.flow.name}: succeeded though writer {writer} has not sent its first page")
+                return
+            src_pages[writer] = pages
         sources = {writer: self.sources[writer] for writer in src_pages}
         shadow = self.shadows[found.rank.rank]
         operation = f"request {found.flow.name}"
