@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.harness import Ranks
 
 HERE = Path(__file__).parent
+OPENING = 60.0  # seconds: ranks open GPUs, compile and load, perhaps beside many others
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,7 +37,8 @@ def gpu_ranks(_ranks: dict[tuple[int, bool], Ranks]) -> Callable[..., Ranks]:
             for other in list(_ranks):
                 _ranks.pop(other).close()
             # Tests hold more streams at once than CUDA says that it has queues by default; others would wait for them.
-            _ranks[size, apart] = Ranks(size, env={"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, apart=apart)
+            env = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+            _ranks[size, apart] = Ranks(size, env=env, apart=apart, opening=OPENING)
         return _ranks[size, apart]
 
     return get

@@ -33,7 +33,6 @@ from torchkv.testing.processes import Worker, preload
 __all__ = ["RankFailed", "Ranks", "ask", "kv_group", "kv_world", "say"]
 
 DEADLINE = 60.0
-FIRST = 60.0  # in addition for the first call of ranks: they load, compile and open much, perhaps beside many others
 # Collectives give up before the deadline of the call they are in, so that gloo gets to say whom it waited for.
 COLLECTIVE_TIMEOUT = timedelta(seconds=40)
 EXIT_DEADLINE = 20.0
@@ -59,7 +58,8 @@ class Ranks:
 
     env: set in the ranks before torchkv's transport loads. world: whether to make the default group. apart: as if each
     were on a host of its own, in that no memory of one is mapped in another; that one has died is still seen. holders:
-    of each rank, a process of the host of `tests.helpers.hosts` that it runs on.
+    of each rank, a process of the host of `tests.helpers.hosts` that it runs on. opening: seconds that the first `run`
+    may take on top of its deadline.
     """
 
     def __init__(
@@ -70,10 +70,11 @@ class Ranks:
         world: bool = True,
         apart: bool = False,
         holders: Sequence[int] = (),
+        opening: float = 0.0,
     ) -> None:
         self.size = size
         self.broken = ""
-        self._is_new = True
+        self._opening = opening
         self._expected: dict[int, int] = {}  # rank -> exit code that the test has declared
         scratch = tempfile.mkdtemp(prefix="torchkv-test-")
         # A test that fails does not get to `close`; TemporaryDirectory would fail another test with a warning of it.
@@ -92,9 +93,9 @@ class Ranks:
         self, function: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None, deadline: float = DEADLINE
     ) -> list[Any]:
         """Calls ``function(*args)`` on ``ranks`` (default: all that live); their values, in rank order."""
-        extra, self._is_new = FIRST if self._is_new else 0.0, False
+        opening, self._opening = self._opening, 0.0
         chosen = self.start(function, *args, ranks=ranks)
-        return self.join(chosen, deadline=deadline + extra)
+        return self.join(chosen, deadline=deadline + opening)
 
     def start(self, function: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None) -> list[int]:
         """Begins a call and returns the ranks it runs on; `join` ends it."""

@@ -404,8 +404,8 @@ class Scenario:
             held = sending.flow.prefix // rank.cache.layout.page_size
             more |= {"start": start + held, "origin": "prompt"}
             if start == 0 and held:  # a page that the receiver holds: whatever it is, it should not arrive
-                page = self.unknown.randrange(64)
-                sending.held = page if sending.held is None else sending.held
+                if sending.held is None:
+                    sending.held = self.unknown.randrange(64)
                 pages, more["start"] = [sending.held, *pages], held - 1
         if self.arrays.random() < 0.7:
             pages = np.array(pages, dtype=np.int64)
