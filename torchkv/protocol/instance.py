@@ -252,7 +252,7 @@ class InstanceLeader:
                     f"request {request}: ranks {late} of instance {self._group_map.me.instance!r} were not complete "
                     f"{self._grant_timeout:g} s (Options.grant_timeout) after the first; post it on every rank"
                 )
-                request.failure = _RoundFailure(("TransferTimeout", text, None), now)
+                self._fail(request, ("TransferTimeout", text, None), now)
                 self._advance(key, now)
             if request.failure is not None and now >= request.failure.since + self._grant_timeout:
                 self._close(key)
@@ -290,8 +290,13 @@ class InstanceLeader:
         if cause is None and (problem := self._disagreement(request, heads)):
             cause = "ProtocolError", problem, None
         if cause is not None:
-            kind, text, retryable = cause
-            request.failure = _RoundFailure((kind, text[:MAX_TEXT], retryable), now)
+            self._fail(request, cause, now)
+
+    @staticmethod
+    def _fail(request: _Request, cause: Cause, now: float) -> None:
+        """Fails the oldest round. cause: its text may be longer than messages can tell."""
+        kind, text, retryable = cause
+        request.failure = _RoundFailure((kind, text[:MAX_TEXT], retryable), now)
 
     def _advance(self, key: Key, now: float) -> None:
         """Decides rounds as far as they can be decided, and tells the ranks."""

@@ -5,7 +5,15 @@ from __future__ import annotations
 from tests.helpers.protocol import GRANT_TIMEOUT, Acts, group_map
 from tests.helpers.references.page_transfer import gqa
 from torchkv.protocol.instance import InstanceLeader
-from torchkv.protocol.messages import InstanceVerdict, Outcome, Post
+from torchkv.protocol.messages import (
+    MAX_REQUEST_BYTES,
+    ControlFrame,
+    InstanceVerdict,
+    Outcome,
+    Post,
+    decode_frame,
+    encode_frame,
+)
 
 PAGE = 4
 
@@ -55,6 +63,18 @@ def test_success_needs_everybody() -> None:
     done(machine, 1, 11)
     assert verdicts(machine) == {(0, 10): "", (1, 11): "", (2, 12): ""}
     assert machine._requests == {}
+
+
+def test_a_verdict_of_a_long_name_decodes() -> None:
+    """Of the longest one, each character of which takes four in a message's text."""
+    machine, name = leader(), "\x00" * MAX_REQUEST_BYTES
+    machine.on_post(0, Post(name, 1, 0, 8, PAGE), 0.0)
+    machine.on_outcome(0, Outcome(name, 1, "", ""), 0.0)
+    machine.tick(GRANT_TIMEOUT)
+    ((_, verdict),) = Acts(machine).tells(InstanceVerdict)
+    assert verdict.kind == "TransferTimeout"
+    frame = ControlFrame(0, 1, 1, 1, 0, verdict)
+    assert decode_frame(encode_frame(frame, b"k" * 32), b"k" * 32) == frame
 
 
 def test_a_rank_that_is_done_waits_for_one_that_has_not_posted() -> None:
