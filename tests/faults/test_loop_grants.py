@@ -26,7 +26,10 @@ from torchkv.core.loop.codes import NEWS
 from torchkv.core.loop.events import emit, event_room
 from torchkv.engine.resident.flows import Flows
 from torchkv.engine.work import KVWork
-from torchkv.errors import PageOutOfRange, ProtocolError, TransferCancelled
+from torchkv.errors import PageOutOfRange, ProtocolError, TransferCancelled, TransferTimeout
+from torchkv.protocol.sending.sender import Sender
+
+AUX = b"first token" * 5  # of two records
 
 
 class Way:
@@ -115,14 +118,31 @@ def test_the_writers_quiescence_is_what_protects_the_pages(monkeypatch: pytest.M
 
 
 class Late:
-    """Messages of loops that the network keeps until `come`, whatever has become of their senders."""
+    """Messages of loops that the network keeps until `come`, whatever has become of their senders.
 
-    def __init__(self, world: Cluster) -> None:
+    src: the rank whose messages these are; None: of all.
+    """
+
+    def __init__(self, world: Cluster, src: int | None = None) -> None:
         assert world.network is not None
         self._network = world.network
         self._move = self._network._move
+        self._node = None if src is None else world[src].node
         self._kept: list[LoopbackChannel] = []
-        self._network._move = self._kept.append
+        self._network._move = self._keep
+
+    def _keep(self, channel: LoopbackChannel) -> None:
+        if self._node in (None, channel.node):
+            self._kept.append(channel)
+        else:
+            self._move(channel)
+
+    def go_on(self) -> None:
+        """They arrive now, but for those that are lost because their connection has broken."""
+        self._network._move = self._move
+        for channel in self._kept:
+            self._network._links[channel][0].read()
+            self._move(channel)
 
     def come(self) -> None:
         self._network._move = self._move
@@ -399,12 +419,102 @@ def test_a_verdict_that_was_on_its_way_when_its_connection_broke_is_told_by_a_me
         assert [work.exception() for work in (rx, *works)] == [None, None, None]
 
 
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("lost", [0.0, 1.0])
+def test_what_a_writer_has_told_over_a_connection_that_then_broke_is_told_by_messages(
+    finished: bool, lost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of pages that have arrived, and of the end of the request, once the writer notices; twice is as good as once."""
+    monkeypatch.setattr(Way, "network", True)
+    with short_runs():
+        world = cluster(("p", 1), ("d", 1))
+        writer, reader = world[0], world[1]
+        checks = [shadow(writer), shadow(reader)]  # random bytes
+        before = snapshot(reader)
+        rx = reader.recv_pages("r", [3, 7, 1], 0)
+        world.run(limit=0.05)
+        late = Late(world)
+        works = [writer.send_pages("r", [0, 1, 2], 1, layers=None if finished else 0)]
+        if finished:
+            works.append(writer.finish("r", 1, aux=AUX))
+        assert world.run(works[0].is_completed, limit=5)
+        world.run(limit=0.05)  # the seal, too, is on its way
+        world.world.faults = replace(world.world.faults, survive=1.0 - lost)
+        world.sever(0, 1)
+        late.go_on()
+        # This fails, because it begins on the broken connection.
+        another = [reader.recv_pages("another", [4], 0), *send(writer, [5], 1, "another")]
+        assert world.run(done(*another), limit=5)
+        if not finished:
+            works += [writer.send_layer("r", 1, [0, 1, 2], 1), writer.finish("r", 1, aux=AUX)]
+        assert world.run(done(rx, *works), limit=5)
+        assert [work.exception() for work in (rx, *works)] == [None] * (1 + len(works))
+        assert rx.aux == AUX
+        checks[1].check_received("r", before, [3, 7, 1], {0: snapshot(writer)}, {0: [0, 1, 2]})
+        assert not checks[1].problems
+
+
+def test_aux_that_comes_in_records_after_it_was_told_again_is_not_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Way, "network", True)
+    with short_runs():
+        world = cluster(("p", 2), ("d", 1))
+        rx = world[2].recv_pages("r", [3, 7, 1], "p")
+        world.run(limit=0.05)
+        late = Late(world, 0)
+        works = send(world[0], [0, 1, 2], 2, aux=AUX)
+        assert world.run(works[0].is_completed, limit=5)
+        world.run(limit=0.05)
+        world.sever(0, 2)
+        broken = [world[0].send_pages("another", [5], 2), world[2].recv_pages("another", [4], "p")]
+        assert world.run(done(*broken), limit=5)
+        late.come()
+        assert not rx.is_completed()
+        works += send(world[1], [0, 1, 2], 2)
+        assert world.run(done(rx, *works), limit=5)
+        assert [work.exception() for work in (rx, *works)] == [None] * 5
+        assert rx.aux == AUX
+
+
+@pytest.mark.parametrize("as_if_put", [False, True])
+def test_what_was_staged_is_not_told_again(as_if_put: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has not arrived before the receiver has unpacked it, which it does when it has the record."""
+    monkeypatch.setattr(Way, "network", True)
+    if as_if_put:
+        copied = Sender.copied
+        monkeypatch.setattr(
+            Sender, "copied", lambda self, req, ops, nbytes, path, now: copied(self, req, ops, nbytes, "runs", now)
+        )
+    with short_runs():
+        world = cluster(("p", 1), ("d", 1))
+        writer, reader = world[0], world[1]
+        for _ in range(3):  # until the receiver has granted a standing stage
+            works = [reader.recv_pages("r", [4], 0), writer.staged_put("r", None, [5], 1), writer.finish("r", 1)]
+            assert world.run(done(*works), limit=5)
+        checks = [shadow(writer), shadow(reader)]  # random bytes
+        before = snapshot(reader)
+        rx = reader.recv_pages("r", [3, 7, 1], 0)
+        world.run(limit=0.05)
+        late = Late(world)
+        works = [writer.staged_put("r", None, [0, 1, 2], 1), writer.finish("r", 1)]
+        assert world.run(works[0].is_completed, limit=1)
+        world.run(limit=0.05)
+        world.world.faults = replace(world.world.faults, survive=0.0)
+        world.sever(0, 1)
+        late.go_on()
+        another = [reader.recv_pages("another", [4], 0), *send(writer, [5], 1, "another")]
+        assert world.run(done(*another, *works, rx), limit=10)
+        checks[1].check_received("r", before, [3, 7, 1], {0: snapshot(writer)}, {0: [0, 1, 2]})
+        assert isinstance(rx.exception(), TransferTimeout) != as_if_put
+        assert checks[1].problems
+
+
 def test_a_lane_that_has_failed_while_nothing_was_sent_serves_no_later_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a record. Python, whose connection may have failed, too, goes on, and finds out."""
+    """As by a record. Python makes another one, which serves the loop."""
     monkeypatch.setattr(Way, "network", True)
     with short_runs():
         world = cluster(("p", 1), ("d", 1))
         core = core_of(world[0])
+        first = core.peers.lane(1)
         for number in range(5):
             if number == 3:
                 core.world["peers"][core.peers.slots[1]]["failed"] = -1
@@ -412,7 +522,7 @@ def test_a_lane_that_has_failed_while_nothing_was_sent_serves_no_later_request(m
             assert world.run(done(*works), limit=5)
             assert [work.exception() for work in works] == [None, None, None]
             world.run(limit=0.1)
-        assert core.peers.lane(1) is None
+        assert core.peers.lane(1) not in (None, first)
 
 
 def test_the_loop_tells_of_ops_whose_connection_python_has_dropped_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

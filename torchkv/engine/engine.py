@@ -241,6 +241,11 @@ class Engine:
             busy = self.callers.has_news = True
             with self.lock:
                 self.catch_up(leave_grants=True)
+        if flows.notices.has_broken:  # the next transfer gets a new connection
+            with self.lock:
+                flows.notices.has_broken = False
+                for connection in flows.routes.broken():
+                    self.peers.drop_connection(connection)
         return busy
 
     def _clock(self) -> float:

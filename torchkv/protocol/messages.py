@@ -128,7 +128,8 @@ class Attest(Message, frozen=True, tag="attest"):
     """Writer -> receiver: my share of tokens [lo, hi) of these layers is visible in your memory.
 
     Tokens count from the end of the prefix. ``nbytes`` and ``path`` are for accounting only. With ``state`` the message
-    is about the state of these layers, and ``lo`` and ``hi`` mean nothing.
+    is about the state of these layers, and ``lo`` and ``hi`` mean nothing. ``again``: what was told before in a record,
+    which may have been lost; its bytes are counted if nothing of it was heard.
     """
 
     generation: Count
@@ -138,6 +139,7 @@ class Attest(Message, frozen=True, tag="attest"):
     nbytes: Count
     path: Kind
     state: bool = False
+    again: bool = False
 
 
 class Seal(Message, frozen=True, tag="seal"):

@@ -128,6 +128,7 @@ class Notices:
         self._sends, self._lanes, self._waiting, self._ops = held.sends, held.lanes, held.waiting, held.ops
         self._receives, self._rounds, self._dead = held.receives, held.rounds, held.dead
         self._unpacking = held.unpacking
+        self.has_broken = False  # whether a connection has, since the engine looked last
         self._notices: deque[Notice] = deque()  # taken from the loop, and not acted upon yet
 
     @contextmanager
@@ -213,7 +214,8 @@ class Notices:
 
     def _on_cut(self, rank: int, now: float) -> None:
         """What was on its way from or to ``rank`` may be lost: Python goes on with every request of it."""
-        self._sender.take_back_from_loop(now, dst=rank)
+        self.has_broken = True
+        self._sender.connection_broke(rank, now)
         for req in [req for req in self._receives.values() if rank in req.writers]:
             self.take_back_receive(req)
         with self.core.runner.standing_still():
@@ -313,7 +315,7 @@ class Notices:
                 layers, state = _layers_at(writer.plan, head >> 8 & 0xFFFFFF, head >> 32)
                 path = self._path(source, writer.plan)
                 self._receiver.on_attest(source, Attest(generation, layers, lo, hi, nbytes, path, state), now)
-        elif kind == AUX and len(writer.aux) < MAX_AUX:
+        elif kind == AUX and writer.sealed is None and len(writer.aux) < MAX_AUX:
             writer.aux += np.array(words[3:7], dtype=np.int64).tobytes()[: head >> 8 & 0xFF]
         elif kind == PROMISE:
             if (req := self._receiver.requests.by_generation.get(generation)) is not None:

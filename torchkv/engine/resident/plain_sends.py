@@ -375,6 +375,7 @@ class PlainSends:
         self._served.add(req.dst)
         if route.lane is not None:
             self._held.lanes[flow] = route.lane
+            req.loop_may_lose = route.lane.is_driven and not self._core.peers.reaches(req.dst)
 
     def _runs(self, req: SenderRequest, op: SendOp, index: int, verb: int) -> None:
         """An op is on the loop. verb: as which that records it, or 0."""

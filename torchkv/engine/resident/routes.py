@@ -198,6 +198,15 @@ class Routes:
         lane = self._laned[connection]
         return lane if lane is not None and lane is self._core.peers.lane(rank) else None
 
+    def broken(self) -> list[PeerConnection]:
+        """Connections whose lane has failed."""
+        return [
+            connection
+            for connection, lane in self._laned.items()
+            if lane is not None and self._connections.get(connection.rank) is connection
+            if lane is not self._core.peers.lane(connection.rank)
+        ]
+
     def to(self, rank: int, plan: PairPlan) -> Route | None:
         """How the loop copies a plan to ``rank``; None if it cannot do that."""
         route = self.known.get((rank, id(plan)))

@@ -141,9 +141,11 @@ class Receiver:
         if found is None:
             return
         req, writer = found
-        writer.cover(message.layers, message.lo, min(message.hi, req.num_tokens), state=message.state)
-        self.actions.append(Account(req.work, message.nbytes, message.path))
-        self.counts.moved(src, message.path, message.nbytes)
+        part = message.layers, message.lo, min(message.hi, req.num_tokens)
+        nbytes = 0 if message.again and writer.has(*part, state=message.state) else message.nbytes
+        writer.cover(*part, state=message.state)
+        self.actions.append(Account(req.work, nbytes, message.path))
+        self.counts.moved(src, message.path, nbytes)
         req.progress_at = now
         self._endings.complete_if_covered(req, now)
 

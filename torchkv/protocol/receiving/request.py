@@ -43,10 +43,22 @@ class Writer:
     def cover(self, layers: Iterable[int], lo: int, hi: int, *, state: bool) -> None:
         """Tokens [lo, hi) of these layers, or their state, have arrived. Skips layers that this writer does not owe."""
         if state:
-            assert self.plan.state is not None
-            self.states.update(layer for layer in layers if layer in self.plan.state.segments_of)
-            return
-        self.attested.add([layer for layer in layers if layer in self.plan.segments_of], lo, hi)
+            self.states.update(self._owing(layers, state=True))
+        else:
+            self.attested.add(self._owing(layers, state=False), lo, hi)
+
+    def has(self, layers: Iterable[int], lo: int, hi: int, *, state: bool) -> bool:
+        """Whether all that `cover` would add has arrived."""
+        owing = self._owing(layers, state=state)
+        if state:
+            return self.states.issuperset(owing)
+        return lo >= hi or self.attested.first_gap([(owing, [(lo, hi)])]) is None
+
+    def _owing(self, layers: Iterable[int], *, state: bool) -> list[int]:
+        """Those of these layers that this writer owes, or whose state it owes."""
+        plan = self.plan.state if state else self.plan
+        assert plan is not None
+        return [layer for layer in layers if layer in plan.segments_of]
 
     def missing(self, layers: Collection[int] | None, num_tokens: int) -> str | None:
         """Names the first thing that this writer owes and that has not arrived; None if there is nothing.

@@ -7,7 +7,7 @@ import logging
 from torchkv.errors import KVError
 from torchkv.protocol.actions import Action, BoundGrant, Halt, Settle, Tell
 from torchkv.protocol.counts import Counts
-from torchkv.protocol.messages import Abort, Quiesced, Seal, cause_of
+from torchkv.protocol.messages import Abort, Attest, Quiesced, Seal, cause_of
 from torchkv.protocol.sending.open_sends import OpenSends
 from torchkv.protocol.sending.request import SenderRequest
 from torchkv.protocol.sending.staging_requester import StagingRequester
@@ -34,7 +34,24 @@ class SendEndings:
             return
         req.sealed_at = req.progress_at = now
         trace.debug("request %r to rank %d: sealed, %d pages", req.request, req.dst, req.num_pages)
-        self.tell(req.dst, Seal(req.grant.generation, req.num_pages, req.finish.aux))
+        self.tell_seal(req, req.grant)
+
+    def tell_seal(self, req: SenderRequest, grant: BoundGrant) -> None:
+        assert req.finish is not None
+        self.tell(req.dst, Seal(grant.generation, req.num_pages, req.finish.aux))
+
+    def tell_again(self, req: SenderRequest) -> None:
+        """Records of the loop may have been lost on their way to the receiver. Told twice is told once.
+
+        Not of what was staged: until the receiver has unpacked it, it has not arrived, and only its record has it
+        unpacked.
+        """
+        if req.error is not None or req.ended or req.grant is None:
+            return
+        for message in req.told:
+            self.tell(req.dst, message)
+        if req.sealed_at is not None:
+            self.tell_seal(req, req.grant)
 
     def succeed(self, req: SenderRequest) -> None:
         """The request has succeeded at its receiver."""
@@ -85,5 +102,5 @@ class SendEndings:
         """Tells the receiver that nothing, or nothing more, is sent under its grant."""
         self.tell(grant.dst, Abort(grant.generation, *cause_of(error)))
 
-    def tell(self, rank: int, message: Seal | Abort | Quiesced) -> None:
+    def tell(self, rank: int, message: Attest | Seal | Abort | Quiesced) -> None:
         self.actions.append(Tell(rank, message))

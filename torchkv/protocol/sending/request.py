@@ -10,6 +10,7 @@ from typing import Any
 from torchkv.errors import KVError, ProtocolError, TransferTimeout, fresh
 from torchkv.protocol.actions import ANYBODY, BoundGrant, SendOp, Work
 from torchkv.protocol.coverage import LayerCoverage
+from torchkv.protocol.messages import Attest
 
 __all__ = ["Finish", "SenderRequest", "not_posted", "receiver_name"]
 
@@ -41,6 +42,7 @@ class SenderRequest:
     chunks: list[tuple[tuple[int, ...], int, int]] = field(default_factory=list)  # sent, and not added to `pages` yet
     pages: LayerCoverage | None = None  # made when it is asked for
     states: set[int] = field(default_factory=set)  # layers whose state was sent
+    told: list[Attest] = field(default_factory=list)  # by the loop, over a connection that may break
     finish: Finish | None = None
     sealed_at: float | None = None
     progress_at: float = 0.0  # once sealed: when the receiver last showed progress
@@ -59,6 +61,7 @@ class SenderRequest:
     loop_stages: bool = False  # whether verbs can say that they are to be staged
     loop_staged: bool = False  # whether one has
     loop_promised: bool = False  # the receiver is promised that all of it is staged
+    loop_may_lose: bool = False  # what it tells the receiver goes through a connection, which may break
     loop_wrote: bool = False  # a verb has said nothing
     loop_layers: tuple[int, ...] = ()  # those of its plan there
     serial: int = 0  # that the loop's journal knows it by; 0: nothing is recorded
@@ -125,6 +128,7 @@ class SenderRequest:
     def forget_sent(self) -> None:
         """Forgets what `add_sent` has recorded."""
         self.chunks.clear()
+        self.told.clear()
         self.pages = None
         self.num_pages = 0
 

@@ -294,11 +294,7 @@ class Sender:
         self.actions.append(Account(op.work, nbytes, path))
         self.counts.moved(op.dst, path, nbytes)
         if req.error is None and layers and op.num_pages:
-            page_size = req.grant.plan.src_page_size
-            lo, hi = op.start * page_size, (op.start + op.num_pages) * page_size
-            self.actions.append(
-                Tell(op.dst, Attest(req.grant.generation, list(layers), lo, hi, nbytes, path, op.state))
-            )
+            self.actions.append(Tell(op.dst, _attest(op, req.grant, layers, nbytes, path)))
 
     def announce(self, op: SendOp) -> None:
         """The last bytes of a finished request are under way: wakes the receiver, so that it is awake for the seal."""
@@ -335,6 +331,9 @@ class Sender:
                 trace.debug("request %r to rank %d: layers %s copied, %d bytes", req.request, req.dst, op.layers, moved)
         for op in ops:
             del req.running[op]
+        if req.loop_may_lose and path != "staged" and req.grant is not None:
+            told = zip(ops, nbytes, strict=True)
+            req.told += [_attest(op, req.grant, op.layers, moved, path, again=True) for op, moved in told]
         self.actions.append(SettleCopied([op.work for op in ops], nbytes, path))
         self.counts.moved(req.dst, path, sum(nbytes))
         if req.finish is not None and not req.running:
@@ -368,11 +367,17 @@ class Sender:
         """The request has succeeded at its receiver."""
         self._endings.succeed(req)
 
-    def take_back_from_loop(self, now: float, *, dst: int | None = None) -> None:
-        """The loop can copy no more, or not to the rank ``dst``: goes on with its requests without it."""
+    def take_back_from_loop(self, now: float) -> None:
+        """The loop can copy no more: goes on with its requests without it."""
         for req in self.requests:
-            if dst in (None, req.dst):
+            self.handover.take_back(req, now)
+
+    def connection_broke(self, dst: int, now: float) -> None:
+        """The loop's connection to ``dst`` has broken: goes on without it, and tells again what may have been lost."""
+        for req in self.requests:
+            if req.dst == dst:
                 self.handover.take_back(req, now)
+                self._endings.tell_again(req)
 
     # ---------------------------------------------------------------- messages, deaths and time
 
@@ -491,6 +496,14 @@ class Sender:
     def named(self, rank: int) -> str:
         """A member, or `ANYBODY`, in messages."""
         return receiver_name(rank, self._group_map.name)
+
+
+def _attest(
+    op: SendOp, grant: BoundGrant, layers: Iterable[int], nbytes: int, path: str, *, again: bool = False
+) -> Attest:
+    size = grant.plan.src_page_size
+    end = op.start + op.num_pages
+    return Attest(grant.generation, list(layers), op.start * size, end * size, nbytes, path, op.state, again)
 
 
 def _withdrawn(req: SenderRequest) -> TransferCancelled:
