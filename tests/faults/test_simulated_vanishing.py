@@ -83,6 +83,8 @@ def test_one_that_vanished_is_forgotten_after_a_time_with_all_that_was_kept_of_i
     jobs, p, d = apart()
     transfer(jobs, "r1", p, d)
     engine = d.ranks[0].engine
+    broken = next(iter(engine.connections.values()))
+    engine.peers.drop_connection(broken)
     jobs.kill(p)
     assert jobs.run(lambda: not d.memberships[0].peers["p"].here, limit=5)
     jobs.run(limit=LOST_FOR_GOOD - 1.0)
@@ -90,6 +92,7 @@ def test_one_that_vanished_is_forgotten_after_a_time_with_all_that_was_kept_of_i
     assert jobs.run(lambda: not d.memberships[0].peers, limit=3)
     assert engine.group_map.info.keys() == {0}
     assert engine.connections.keys() == set()
+    assert broken.closed
     assert not engine.peers.closing
     assert d.cluster.registrations[0]._metadata_of.keys() == {0}
     control: Any = d.cluster.registrations[0].control

@@ -165,9 +165,9 @@ class Peers:
             self._forgotten.append(rank)
             if len(self._forgotten) > MAX_FORGOTTEN:
                 del self.lost[self._forgotten.popleft()]
-        if (connection := self.connections.pop(rank, None)) is not None and not connection.closed:
-            self.closing.append(connection)
-            self.run_deferred_frees()
+        left = [*self._broken.pop(rank, []), self.connections.pop(rank, None)]
+        self.closing += [connection for connection in left if connection is not None and not connection.closed]
+        self.run_deferred_frees()
         self._unwatched.discard(rank)
         self._left.discard(rank)
         self._control.disconnect(rank)
@@ -182,7 +182,7 @@ class Peers:
         return self.connections[rank]
 
     def drop_connection(self, connection: PeerConnection) -> None:
-        """The connection's channel broke under a transfer: the next transfer gets a new connection. See ``_broken``."""
+        """The connection's channel has broken: the next transfer gets a new connection. See ``_broken``."""
         if self.connections.get(connection.rank) is connection:
             self._broken.setdefault(connection.rank, []).append(self.connections.pop(connection.rank))
 

@@ -129,7 +129,7 @@ class Attest(Message, frozen=True, tag="attest"):
 
     Tokens count from the end of the prefix. ``nbytes`` and ``path`` are for accounting only. With ``state`` the message
     is about the state of these layers, and ``lo`` and ``hi`` mean nothing. ``again``: what was told before in a record,
-    which may have been lost; its bytes are counted if nothing of it was heard.
+    which may have been lost; its bytes are counted unless all of it was heard.
     """
 
     generation: Count

@@ -199,12 +199,11 @@ class Routes:
         return lane if lane is not None and lane is self._core.peers.lane(rank) else None
 
     def broken(self) -> list[PeerConnection]:
-        """Connections whose lane has failed."""
+        """Open connections whose lane has failed."""
         return [
             connection
-            for connection, lane in self._laned.items()
-            if lane is not None and self._connections.get(connection.rank) is connection
-            if lane is not self._core.peers.lane(connection.rank)
+            for rank, connection in self._connections.items()
+            if not connection.closed and self._laned.get(connection) not in (None, self._core.peers.lane(rank))
         ]
 
     def to(self, rank: int, plan: PairPlan) -> Route | None:
