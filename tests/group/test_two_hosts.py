@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+import torchkv
 from tests.helpers.harness import Ranks
 from tests.helpers.hosts import Hosts, unavailable
 from tests.helpers.jobs import SECRET, Jobs, new_secret_file
-from tests.helpers.ranks.member import Member, await_forgotten, await_peer, connect, fill, footprint, footprint_within
+from tests.helpers.ranks.member import (
+    Member,
+    await_forgotten,
+    await_peer,
+    connect,
+    fill,
+    footprint,
+    footprint_within,
+)
 from tests.helpers.waiting import until
 from torchkv import KVError
 from torchkv.engine.joining import membership
@@ -133,6 +146,90 @@ def test_a_link_that_is_cut_for_a_moment_fails_nothing(
     jobs.ranks.join(begun)
     assert jobs.run("p", staged_by_loop)[0] == staged
     jobs.transfer("after", "p", "d", pages=2, page_size=16)
+
+
+def break_connections(after: float) -> int:
+    """Ends those over TCP that peers have opened to this process' UCX, after so many seconds. How many.
+
+    Both ends live, and so do the connections of their messengers.
+    """
+    time.sleep(after)
+    assert Member.kv._verbs is not None
+    (messenger, *_) = Member.kv._verbs.engine.peers._control.endpoint.split()
+    sockets = [held for number in os.listdir("/proc/self/fd") if (held := tcp_socket(int(number))) is not None]
+    listening = {each: bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) for each in sockets}
+    ports = {each.getsockname()[1] for each in sockets if listening[each]} - {int(messenger.rpartition(":")[2])}
+    opened = [each for each in sockets if not listening[each] and each.getsockname()[1] in ports]
+    for each in opened:
+        each.shutdown(socket.SHUT_RDWR)
+    return len(opened)
+
+
+def tcp_socket(fd: int) -> socket.socket | None:
+    """A duplicate of a descriptor, if that is such a socket on the link between the hosts."""
+    with suppress(OSError):  # no socket, or closed meanwhile
+        held = socket.socket(fileno=os.dup(fd))
+        if (held.family, held.type) == (socket.AF_INET, socket.SOCK_STREAM) and held.getsockname()[
+            0
+        ] in Hosts.addresses:
+            return held
+    return None
+
+
+def meanwhile(count: int, begin: Callable[[str], torchkv.KVWork]) -> tuple[int, list[str]]:
+    """Requests one after another, whatever becomes of them, while connections break: how many, and the errors."""
+    with ThreadPoolExecutor(1) as pool:
+        broken = pool.submit(break_connections, 0.3)
+        errors = []
+        for number in range(count):
+            try:
+                begin(f"r{number}").wait(30)
+            except KVError as error:
+                errors.append(type(error).__name__)
+                Member.kv.cancel(f"r{number}")
+        return broken.result(), errors
+
+
+def serve_meanwhile(dst: str, count: int) -> tuple[int, list[str]]:
+    def begin(name: str) -> torchkv.KVWork:
+        Member.kv.send_pages(name, [3, 4], dst)
+        return Member.kv.finish(name, dst)
+
+    return meanwhile(count, begin)
+
+
+def consume_meanwhile(src: str, count: int) -> tuple[int, list[str]]:
+    """A page of a request that has failed may be written to as long as its writers live."""
+
+    def begin(name: str) -> torchkv.KVWork:
+        page = max(set(range(Member.cache.num_pages)) - Member.kv.quarantined().keys())
+        return Member.kv.recv_pages(name, [page], src)
+
+    return meanwhile(count, begin)
+
+
+def has_lane() -> bool:
+    """Whether the loop reaches a rank of another host, as far as it knows."""
+    assert Member.kv._verbs is not None
+    flows = Member.kv._verbs.engine.flows
+    assert flows is not None
+    return any(flows.core.peers.lane(rank) is not None for rank in flows.core.peers.slots)
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["put", "staged"])
+def test_connections_that_break_fail_what_is_being_put_and_nothing_else(jobs: Jobs, staged: bool) -> None:
+    """Nobody waits for a deadline, and the loop goes on over new ones."""
+    if staged:
+        jobs.ranks.run(stage_short_runs)
+    begun = jobs.ranks.start(consume_meanwhile, "p", 400, ranks=jobs.of["d"][0])
+    begun += jobs.ranks.start(serve_meanwhile, "d", 400, ranks=jobs.of["p"][0])
+    ended = jobs.ranks.join(begun)
+    assert sum(broken for broken, _ in ended) > 0
+    for _, errors in ended:
+        assert set(errors) <= {"PeerLost"}
+        assert len(errors) <= 4  # for each connection what is being put, and what begins before that is noticed
+    jobs.transfer("after", "p", "d", pages=2, page_size=16)
+    assert all(jobs.run("p", has_lane))
 
 
 def begin_to_send() -> None:
