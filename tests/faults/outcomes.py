@@ -133,6 +133,18 @@ OUTCOMES = (
         ("tests/faults/test_pause.py::test_a_busy_gil_is_not_taken_for_death",),
     ),
     Outcome(
+        "a connection between two hosts breaks, and both live",
+        "succeeds; but what was being put or staged just then is `PeerLost` at once",
+        "free; where pages were being put, quarantined until the writer ends",
+        "go on, over a new connection",
+        (
+            "tests/group/test_two_hosts.py::test_connections_that_break_fail_what_is_being_put_and_nothing_else",
+            "tests/faults/test_loop_grants.py::"
+            "test_what_a_writer_has_told_over_a_connection_that_then_broke_is_told_by_messages",
+            "tests/faults/test_loop_grants.py::test_what_was_staged_is_not_told_again",
+        ),
+    ),
+    Outcome(
         "the link between two hosts breaks for a moment",
         "nothing: it is later",
         "",

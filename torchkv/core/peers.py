@@ -419,7 +419,7 @@ class LoopPeers:
         slot = self.slots.get(rank)
         if slot is not None and self._memory[0]["peers"][slot]["freed"] >= position:
             return True
-        return self.has_arrived(rank, lane, 1 << 62) if lane is None or lane.failed else False
+        return self.has_arrived(rank, lane, 1 << 62)
 
     def has_arrived(self, rank: int, lane: NetworkLane | None, posted: int) -> bool:
         """Whether the put of this number, and all before it, are in the memory of ``rank``. lane: None if it is mapped.

@@ -158,11 +158,17 @@ class Receiver:
         # A sealed writer has flushed everything and writes no more: the seal proves that it is quiescent.
         writer.sealed, writer.aux, writer.quiescent = message.num_pages, message.aux, True
         self._credits.mark_quiescent(src, req.generation, now)
-        if problem := req.bad_seal(writer, self._group_map.name(src)):
+        name = self._group_map.name(src)
+        if problem := req.bad_seal(writer, name):
             self._endings.fail(req, ProtocolError(problem))
             return
-        if not self._endings.is_failed_by_aux(req):
-            self._endings.complete_if_covered(req, now)
+        if self._endings.is_failed_by_aux(req):
+            return
+        self._endings.complete_if_covered(req, now)
+        if message.again and (lost := writer.missing(None, req.num_tokens)):
+            self._endings.fail(
+                req, PeerLost(f"request {req.request!r}: the connection to {name} broke, and {lost}, is lost; retry")
+            )
 
     def received(self, req: ReceiverRequest, nbytes: int, now: float) -> None:
         """The loop has seen everything arrive, and has told the writers. Their aux is known already."""

@@ -34,24 +34,24 @@ class SendEndings:
             return
         req.sealed_at = req.progress_at = now
         trace.debug("request %r to rank %d: sealed, %d pages", req.request, req.dst, req.num_pages)
-        self.tell_seal(req, req.grant)
+        self._tell_seal(req, req.grant)
 
-    def tell_seal(self, req: SenderRequest, grant: BoundGrant) -> None:
+    def _tell_seal(self, req: SenderRequest, grant: BoundGrant, *, again: bool = False) -> None:
         assert req.finish is not None
-        self.tell(req.dst, Seal(grant.generation, req.num_pages, req.finish.aux))
+        self.tell(req.dst, Seal(grant.generation, req.num_pages, req.finish.aux, again))
 
-    def tell_again(self, req: SenderRequest) -> None:
+    def tell_again(self, req: SenderRequest, *, by_loop: bool) -> None:
         """Records of the loop may have been lost on their way to the receiver. Told twice is told once.
 
         Not of what was staged: until the receiver has unpacked it, it has not arrived, and only its record has it
-        unpacked.
+        unpacked. by_loop: whether the loop had the request until now, so that Python has staged nothing of it.
         """
         if req.error is not None or req.ended or req.grant is None:
             return
         for message in req.told:
             self.tell(req.dst, message)
         if req.sealed_at is not None:
-            self.tell_seal(req, req.grant)
+            self._tell_seal(req, req.grant, again=by_loop)
 
     def succeed(self, req: SenderRequest) -> None:
         """The request has succeeded at its receiver."""

@@ -376,8 +376,19 @@ class Sender:
         """The loop's connection to ``dst`` has broken: goes on without it, and tells again what may have been lost."""
         for req in self.requests:
             if req.dst == dst:
+                by_loop = req.flow is not None
                 self.handover.take_back(req, now)
-                self._endings.tell_again(req)
+                if by_loop and req.sealed_at is None:
+                    self._fail_if_lost(req)
+                self._endings.tell_again(req, by_loop=by_loop)
+
+    def _fail_if_lost(self, req: SenderRequest) -> None:
+        """Nobody will know whether the receiver has unpacked what was staged. It asks, once all is sealed."""
+        try:
+            if req.landing is not None and req.error is None and not req.ended:
+                req.landing()
+        except PeerLost as error:
+            self.handover.fail(req, PeerLost(f"request {req.request!r}: {error}"))
 
     # ---------------------------------------------------------------- messages, deaths and time
 
