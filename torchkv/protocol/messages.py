@@ -146,8 +146,8 @@ class Seal(Message, frozen=True, tag="seal"):
     """Writer -> receiver: I have sent everything, it is flushed, and I write no more.
 
     ``num_pages``: of my own page size, counted after the prefix. ``aux``: the bytes given to ``finish``. ``again``: a
-    record may have told this before, over a connection that has broken. I have told again what I know to have arrived;
-    what is missing then was staged, and is lost.
+    record told this before, over a connection that has broken. I have told again what I know to have arrived; what is
+    missing then was staged, and is lost.
     """
 
     generation: Count

@@ -40,18 +40,16 @@ class SendEndings:
         assert req.finish is not None
         self.tell(req.dst, Seal(grant.generation, req.num_pages, req.finish.aux, again))
 
-    def tell_again(self, req: SenderRequest, *, by_loop: bool) -> None:
+    def tell_again(self, req: SenderRequest, grant: BoundGrant, *, in_doubt: bool) -> None:
         """Records of the loop may have been lost on their way to the receiver. Told twice is told once.
 
         Not of what was staged: until the receiver has unpacked it, it has not arrived, and only its record has it
-        unpacked. by_loop: whether the loop had the request until now, so that Python has staged nothing of it.
+        unpacked. in_doubt: whether such a record may be among them.
         """
-        if req.error is not None or req.ended or req.grant is None:
-            return
         for message in req.told:
             self.tell(req.dst, message)
         if req.sealed_at is not None:
-            self._tell_seal(req, req.grant, again=by_loop)
+            self._tell_seal(req, grant, again=in_doubt)
 
     def succeed(self, req: SenderRequest) -> None:
         """The request has succeeded at its receiver."""

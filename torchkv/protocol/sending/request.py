@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchkv.errors import KVError, ProtocolError, TransferTimeout, fresh
+from torchkv.errors import KVError, PeerLost, ProtocolError, TransferTimeout, fresh
 from torchkv.protocol.actions import ANYBODY, BoundGrant, SendOp, Work
 from torchkv.protocol.coverage import LayerCoverage
 from torchkv.protocol.messages import Attest
@@ -82,6 +82,15 @@ class SenderRequest:
     def drained(self) -> bool:
         """Whether this rank writes nothing more and reads its source pages no more."""
         return not self.running
+
+    def in_doubt(self) -> PeerLost | None:
+        """Why nobody will know what has become of bytes that the loop had staged; None if somebody does, or will."""
+        try:
+            if self.landing is not None:
+                self.landing()
+        except PeerLost as error:
+            return error
+        return None
 
     @property
     def about_to_seal(self) -> bool:

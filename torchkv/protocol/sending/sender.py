@@ -378,17 +378,14 @@ class Sender:
             if req.dst == dst:
                 by_loop = req.flow is not None
                 self.handover.take_back(req, now)
-                if by_loop and req.sealed_at is None:
-                    self._fail_if_lost(req)
-                self._endings.tell_again(req, by_loop=by_loop)
-
-    def _fail_if_lost(self, req: SenderRequest) -> None:
-        """Nobody will know whether the receiver has unpacked what was staged. It asks, once all is sealed."""
-        try:
-            if req.landing is not None and req.error is None and not req.ended:
-                req.landing()
-        except PeerLost as error:
-            self.handover.fail(req, PeerLost(f"request {req.request!r}: {error}"))
+                if req.error is not None or req.ended or req.grant is None:
+                    continue
+                # Nobody here will know whether what was staged was unpacked. Its receiver does, once it is sealed.
+                lost = req.in_doubt() if by_loop else None
+                if lost is not None and req.sealed_at is None:
+                    self.handover.fail(req, PeerLost(f"request {req.request!r}: {lost}"))
+                else:
+                    self._endings.tell_again(req, req.grant, in_doubt=lost is not None)
 
     # ---------------------------------------------------------------- messages, deaths and time
 
