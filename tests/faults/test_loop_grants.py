@@ -449,7 +449,7 @@ def test_what_a_writer_has_told_over_a_connection_that_then_broke_is_told_by_mes
             works += [writer.send_layer("r", 1, [0, 1, 2], 1), writer.finish("r", 1, aux=AUX)]
         assert world.run(done(rx, *works), limit=5)
         assert [work.exception() for work in (rx, *works)] == [None] * (1 + len(works))
-        assert rx.aux == AUX
+        assert (rx.aux, rx.bytes) == (AUX, 2 * 3 * 2 * reader.cache.layout.page_nbytes("k"))  # each byte counts once
         checks[1].check_received("r", before, [3, 7, 1], {0: snapshot(writer)}, {0: [0, 1, 2]})
         assert not checks[1].problems
 

@@ -16,15 +16,7 @@ import torchkv
 from tests.helpers.harness import Ranks
 from tests.helpers.hosts import Hosts, unavailable
 from tests.helpers.jobs import SECRET, Jobs, new_secret_file
-from tests.helpers.ranks.member import (
-    Member,
-    await_forgotten,
-    await_peer,
-    connect,
-    fill,
-    footprint,
-    footprint_within,
-)
+from tests.helpers.ranks.member import Member, await_forgotten, await_peer, connect, fill, footprint, footprint_within
 from tests.helpers.waiting import until
 from torchkv import KVError
 from torchkv.engine.joining import membership

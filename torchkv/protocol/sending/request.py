@@ -42,7 +42,7 @@ class SenderRequest:
     chunks: list[tuple[tuple[int, ...], int, int]] = field(default_factory=list)  # sent, and not added to `pages` yet
     pages: LayerCoverage | None = None  # made when it is asked for
     states: set[int] = field(default_factory=set)  # layers whose state was sent
-    told: list[Attest] = field(default_factory=list)  # by the loop, over a connection that may break
+    told: list[Attest] = field(default_factory=list)  # what the loop has told over a connection that may break
     finish: Finish | None = None
     sealed_at: float | None = None
     progress_at: float = 0.0  # once sealed: when the receiver last showed progress
